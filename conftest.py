@@ -1,0 +1,80 @@
+"""Fixtures for the tests and for the library's doctests: their names, and checks that nothing is left behind."""
+
+import importlib.util
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+import torchstrategy as ts
+from torchstrategy import context
+from torchstrategy.testing.fixtures import process_pool  # noqa: F401 - a fixture
+
+
+def pytest_configure():
+    # The tests share the machine with each other and with their own worker processes.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a GPU"
+    if importlib.util.find_spec("torch_xla") is None:
+        missing["tpu"] = "needs torch_xla: pip install 'torchstrategy[tpu]'"
+    for item in items:
+        for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace):
+    doctest_namespace.update(torch=torch, ts=ts)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment_leak():
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    set_by_others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second at an optimizer's step
+    names = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)} - set_by_others
+    if names:
+        os.environ.clear()
+        os.environ.update(before)
+        pytest.fail(f"The test left changed environment variables: {sorted(names)}. Use monkeypatch.setenv.")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_leak():
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2.0
+    while (left := _living(before)) and time.monotonic() < deadline:
+        left[0].join(0.05)
+    if left:
+        pytest.fail(f"The test left threads that keep the process alive: {[thread.name for thread in left]}")
+
+
+@pytest.fixture(autouse=True)
+def _no_strategy_leak():
+    yield
+    left = context.current_frame()
+    if left is not None:
+        _leave_all_scopes()
+        pytest.fail(f"The test left a current strategy: {left.strategy!r}. Use `with strategy.scope():`.")
+
+
+def _leave_all_scopes():
+    # The base frame, which experimental_set_strategy makes, lies below the others and can't be popped.
+    while (frame := context.current_frame()) is not None:
+        try:
+            context.pop_frame(frame)
+        except RuntimeError:
+            context.set_base_frame(None)
+
+
+def _living(before):
+    return [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]

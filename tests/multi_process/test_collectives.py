@@ -1,0 +1,92 @@
+import pytest
+import torch
+
+import torchstrategy as ts
+from tests.multi_process import programs
+from tests.programs import cpu_devices
+
+HOSTINGS = pytest.mark.parametrize("devices", [None, cpu_devices(2)], ids=["1 each", "2 each"])
+
+
+@HOSTINGS
+def test_all_reduce_and_gather_and_their_gradients(devices, process_pool):
+    results = process_pool(2).run(programs.collectives, devices)
+    n = 2 if devices is None else 4
+    total = sum((i + 1) ** 2 for i in range(n))
+    upstream = sum(range(1, n + 1))
+    rows = torch.cat([torch.full((i, 2), float(i)) for i in range(n)])
+    flat = torch.cat([torch.arange(float(i)) for i in range(n)])
+    found = [value for result in results for value in result["local"]]
+    assert [int(value["id"]) for value in found] == list(range(n))
+    for i, value in enumerate(found):
+        assert value["sum"] == total
+        assert value["other"].tolist() == [sum(range(n))]
+        assert value["grad"] == 2 * (i + 1) * upstream
+        assert value["mean"] == sum(range(n)) / n
+        assert value["mean"].dtype is torch.float64
+        assert torch.equal(value["gathered"], rows)
+        assert torch.equal(value["gather_grad"], torch.full((i, 2), float(upstream)))
+    for result in results:
+        assert result["reduce"] == sum(range(n))
+        assert result["mean_over_axis"] == pytest.approx(float(flat.mean()))
+        assert torch.equal(result["gather"], flat)
+
+
+def test_absent_and_sparse_gradients_and_buffers_equal_in_process_replicas(process_pool):
+    expected = programs.partial_gradients(cpu_devices(2))
+    assert expected["never"] == [True, True]
+    assert expected["sparse"]
+    for result in process_pool(2).run(programs.partial_gradients, None):
+        assert result["never"] == expected["never"]
+        assert result["sparse"]
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-6)
+
+
+@HOSTINGS
+def test_an_infinite_gradient_on_one_replica_skips_the_step_on_all(devices, process_pool):
+    for weights, scales in process_pool(2).run(programs.scaled_step, devices, bad_replica=1):
+        assert set(weights) == {1.0}
+        assert set(scales) == {4.0}
+
+
+@HOSTINGS
+def test_scaled_step_sums_once(devices, process_pool):
+    n = 2 if devices is None else 4
+    for weights, _ in process_pool(2).run(programs.scaled_step, devices, bad_replica=None):
+        assert set(weights) == {1.0 - 0.25 * sum(range(1, n + 1))}
+
+
+def test_ranks_draw_different_and_reproducible_random_numbers(process_pool):
+    (first, again, in_step), (other, other_again, _) = process_pool(2).run(programs.random_masks)
+    assert first == again
+    assert other == other_again
+    assert first != other
+    assert in_step
+    torch.manual_seed(5)
+    assert first == torch.rand(3).tolist()
+
+
+def test_initial_values_are_the_chiefs(process_pool):
+    first, second = process_pool(2).run(programs.own_scale)
+    assert first == second
+
+
+def test_two_strategies_in_one_job(process_pool):
+    assert process_pool(2).run(programs.two_strategies) == [[2.0, 2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        (programs.step_outside_run, RuntimeError, "outside `run`"),
+        (programs.foreign_model, RuntimeError, "not made in `strategy.scope"),
+        (programs.different_models, ts.errors.InvalidArgumentError, "rank 1"),
+    ],
+)
+def test_unsynchronised_training_is_refused(program, kind, message, process_pool):
+    with pytest.raises(ts.testing.RemoteError) as caught:
+        process_pool(2).run(program)
+    for rank in range(2):
+        assert isinstance(caught.value.errors[rank], kind), caught.value
+        assert message in str(caught.value.errors[rank])

@@ -1,0 +1,61 @@
+"""What goes wrong on one rank ends every rank, with a message that names the rank."""
+
+import time
+
+import pytest
+
+import torchstrategy as ts
+from tests.multi_process import programs
+
+
+def errors_of(pool, program, *args):
+    start = time.monotonic()
+    with pytest.raises(ts.testing.RemoteError) as caught:
+        pool.run(program, *args)
+    assert time.monotonic() - start < 50  # nobody waited for a time-out of the pool
+    return caught.value.errors
+
+
+def test_an_exception_names_the_rank_on_every_rank(process_pool):
+    errors = errors_of(process_pool(2), programs.fails, "raises")
+    assert isinstance(errors[1], ValueError)
+    assert isinstance(errors[0], ts.errors.ReplicaFailedError)
+    assert "Rank 1 (replica 1) failed in Strategy.run: ValueError: boom" in str(errors[0])
+
+
+def test_a_killed_rank_is_named(process_pool):
+    errors = errors_of(process_pool(2), programs.fails, "dies")
+    assert isinstance(errors[0], ts.errors.ReplicaFailedError)
+    assert "rank 1: does not answer" in str(errors[0])
+    assert "all_reduce(SUM)" in str(errors[0])
+
+
+def test_different_collectives_are_named_with_their_call_sites(process_pool):
+    errors = errors_of(process_pool(2), programs.fails, "returns")
+    for error in errors.values():
+        assert isinstance(error, ts.errors.DisagreementError)
+        assert "rank 0: all_reduce(SUM)" in str(error)
+        assert "rank 1: Strategy.reduce(SUM)" in str(error)
+        assert "programs.py" in str(error)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("shapes", "[3]"), ("dtypes", "torch.float64")])
+def test_different_tensors_are_named_before_data_moves(kind, expected, process_pool):
+    errors = errors_of(process_pool(2), programs.fails, kind)
+    for error in errors.values():
+        assert isinstance(error, ts.errors.InvalidArgumentError)
+        assert f"rank 1: [[{expected}" in str(error) or expected in str(error)
+
+
+def test_a_late_rank_runs_into_the_deadline_and_is_located(process_pool):
+    errors = errors_of(process_pool(2), programs.fails, "sleeps")
+    assert isinstance(errors[0], ts.errors.DeadlineExceededError)
+    assert "did not complete within 3 s" in str(errors[0])
+    assert "rank 0: in all_reduce(SUM)" in str(errors[0])
+    assert "rank 1: after joining the MirroredStrategy" in str(errors[0])
+
+
+def test_a_failure_outside_run_ends_the_other_rank(process_pool):
+    with pytest.raises(ts.testing.RemoteError) as caught:
+        process_pool(2).run(programs.fails_outside, timeout_s=10)
+    assert isinstance(caught.value.errors[1], OSError)

@@ -1,0 +1,81 @@
+"""tf.distribute's measured cases: each passes, or is a known difference that ``docs/differences.md`` explains."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.parity import area_context, area_data, area_loss, area_reduce, area_run
+from tests.parity.driver import difference, family_of, load_cases
+from tests.parity.known_differences import KNOWN_DIFFERENCES, TF_BUGS_TITLE, fixed_tf_bug
+
+AREAS = (area_run, area_reduce, area_context, area_data, area_loss)  # importing them registers the families
+DIFFERENCES_PATH = Path(__file__).parents[2] / "docs" / "differences.md"
+CASES = load_cases("core_cases.json")
+DESCRIBED = load_cases("described_cases.json")  # rules that TF's measurements gave in words, in the form of the figures
+KNOWN = {
+    case.id: title
+    for case in CASES
+    for pattern, title in KNOWN_DIFFERENCES.items()
+    if not case.tf_bug and re.fullmatch(pattern, case.id)
+}
+MATRIX_CHUNKS = 8
+
+
+def group_of(case):
+    """The cases of one family make one test; the big matrix makes several."""
+    found = re.match(r"5\.matrix\.(n\d)\.ex(\d+)", case.id)
+    return f"matrix-{found[1]}-{int(found[2]) % MATRIX_CHUNKS}" if found else f"{case.id[0]}-{family_of(case)}"
+
+
+def grouped(cases):
+    groups = defaultdict(list)
+    for case in cases:
+        groups[group_of(case)].append(case)
+    return [pytest.param(members, id=name) for name, members in groups.items()]
+
+
+@pytest.mark.parametrize("cases", grouped(c for c in CASES if not c.tf_bug and c.id not in KNOWN))
+def test_cases_equal_tf(cases):
+    wrong = [text for case in cases if (text := difference(case, case.expected))]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)} cases differ from TF:", *wrong])
+
+
+@pytest.mark.parametrize("case", DESCRIBED, ids=lambda case: case.id)
+def test_described_rules(case):
+    assert difference(case, case.expected) is None
+
+
+@pytest.mark.parametrize("cases", grouped(case for case in CASES if case.id in KNOWN))
+def test_known_differences_differ(cases):
+    equal = [case.id for case in cases if difference(case, case.expected) is None]
+    assert not equal, f"listed as known differences, but equal to TF: {equal}"
+
+
+@pytest.mark.parametrize("cases", grouped(case for case in CASES if case.tf_bug))
+def test_bugs_of_tf_are_not_copied(cases):
+    wrong = [text for case in cases if (text := difference(case, fixed_tf_bug(case)))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_all_copied_cases_are_there():
+    assert Counter(case.id[0] for case in CASES) == {"1": 124, "2": 881, "3": 137, "5": 1372, "6": 567}
+
+
+def test_at_most_three_percent_differ():
+    assert len(KNOWN) <= 0.03 * len(CASES)
+
+
+def test_every_pattern_matches_a_case():
+    unused = [p for p in KNOWN_DIFFERENCES if not any(re.fullmatch(p, case.id) for case in CASES)]
+    assert not unused
+
+
+def test_every_difference_is_explained_once():
+    text = DIFFERENCES_PATH.read_text()
+    measured = text.partition("\n## Differences in the measured cases\n")[2].partition("\n## ")[0]
+    titles = [title.replace("`", "") for title in re.findall(r"^### (.*)$", measured, re.MULTILINE)]
+    assert sorted(titles) == sorted({*KNOWN_DIFFERENCES.values(), TF_BUGS_TITLE})

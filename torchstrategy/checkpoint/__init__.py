@@ -1,0 +1,1 @@
+"""Checkpoints: written once by the chief, complete or invisible, restored with any strategy or none."""

@@ -1,0 +1,153 @@
+"""Files that are complete or not there, and that are known to be whole when they are read.
+
+A checkpoint is the zip archive that ``torch.save`` writes: its checksums find damage, and its directory stands at the
+end, so that a truncated file can't pass. It holds tensors and plain values only and is never unpickled freely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from torchstrategy import errors
+
+__all__ = ["SUFFIX", "Index", "checkpoint_file", "read_checkpoint", "read_index", "write_checkpoint", "write_index"]
+
+SUFFIX = ".pt"
+
+_FORMAT = "torchstrategy.checkpoint"
+_VERSION = 1
+_INDEX_NAME = "checkpoint"
+
+
+class Index(NamedTuple):
+    """What the file ``checkpoint`` says about its directory.
+
+    Args:
+        written: when each checkpoint was written, by its name (without folder and suffix), the latest last.
+        last_preserved: when the latest of those that are kept for good was written.
+    """
+
+    written: dict[str, float]
+    last_preserved: float | None = None
+
+    @property
+    def latest(self) -> str:
+        """Name of the latest checkpoint."""
+        return list(self.written)[-1]
+
+
+def write_checkpoint(path: str, content: dict[str, Any]) -> None:
+    """Write a checkpoint file.
+
+    Raises:
+        OSError: the file can't be written; what was there before is unchanged.
+    """
+    _write(path, lambda file: torch.save({"format": _FORMAT, "version": _VERSION, **content}, file))
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Return what ``write_checkpoint`` was given, with all tensors on the CPU.
+
+    Raises:
+        DataLossError: the file is damaged or not a checkpoint of this library.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except _SIGNS_OF_DAMAGE as error:
+        raise errors.DataLossError(f"{path} is damaged or not a checkpoint: {error}. {_REMEDY}") from error
+    if damaged:
+        raise errors.DataLossError(f"{path} is damaged: the checksum of its part {damaged!r} does not fit. {_REMEDY}")
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise errors.DataLossError(f"{path} was not written by ts.train.Checkpoint. {_REMEDY}")
+    if content["version"] > _VERSION:
+        raise errors.DataLossError(
+            f"{path} has the format version {content['version']}; this release reads up to {_VERSION}. Upgrade it."
+        )
+    return content
+
+
+_REMEDY = "Restore another checkpoint."
+_SIGNS_OF_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError
+)  # fmt: skip
+
+
+def checkpoint_file(path: str) -> str:
+    """Return the file of a checkpoint path as ``save`` returned it; the suffix may be there already.
+
+    Raises:
+        NotFoundError: it is not there.
+        DataLossError: it is a directory.
+    """
+    for candidate in (path + SUFFIX, path):
+        if os.path.isfile(candidate):
+            return candidate
+    if os.path.isdir(path):
+        raise errors.DataLossError(
+            f"{path} is a directory, not a checkpoint. Pass ts.train.latest_checkpoint({path!r}) to restore its latest."
+        )
+    raise errors.NotFoundError(f"There is no checkpoint {path}: no file {path + SUFFIX}.")
+
+
+def write_index(directory: str, written: dict[str, float], last_preserved: float | None = None) -> None:
+    """Write the file that names a directory's checkpoints; the arguments are an index's."""
+    index = {"latest": list(written)[-1], "written": written, "last_preserved": last_preserved}
+    text = json.dumps(index, indent=1).encode()
+    _write(os.path.join(directory, _INDEX_NAME), lambda file: file.write(text))
+
+
+def read_index(directory: str, filename: str | None = None) -> Index | None:
+    """Return what names a directory's checkpoints, or ``None`` if nothing does.
+
+    Raises:
+        DataLossError: the file is not what ``write_index`` wrote.
+    """
+    path = os.path.join(directory, filename or _INDEX_NAME)
+    try:
+        with open(path, "rb") as file:
+            content = json.loads(file.read())
+            return Index({str(name): float(t) for name, t in content["written"].items()}, content["last_preserved"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise errors.DataLossError(
+            f"{path} is damaged: it should be the JSON file that names the directory's checkpoints. Delete it and "
+            "restore a checkpoint by its path."
+        ) from error
+
+
+def _write(path: str, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file under another name, put it on the disk, and only then give it its name."""
+    directory, name = os.path.split(os.path.abspath(path))
+    os.makedirs(directory, exist_ok=True)
+    temporary = os.path.join(directory, f".{name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError):  # torch.save hides that the disk is full
+            raise OSError(cause.errno, cause.strerror, path) from error
+        raise
+    if os.name == "posix":  # the new name itself must survive a power cut
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Where the environment of a job is read."""

@@ -1,0 +1,1 @@
+"""Collectives: between the replicas of one process and between processes."""

@@ -1,0 +1,317 @@
+"""How the replicas of one process combine their tensors: ``tf.distribute.CrossDeviceOps`` and its implementations.
+
+An implementation sees one tensor for each local replica and returns one for each destination. It runs while all
+replicas wait, without autograd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchstrategy.collectives.packing import pack, split_into_packs, unpack
+from torchstrategy.devices import canonical_device, tensor_device
+from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.log import warn_once
+from torchstrategy.options import CommunicationOptions, ReduceOp
+from torchstrategy.values import DistributedValues, Mirrored
+
+__all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"]
+
+Devices = Sequence[torch.device]
+
+
+class CrossDeviceOps(ABC):
+    """Base class of cross-device reductions; subclass it to bring your own.
+
+    A subclass overrides ``reduce_implementation`` and ``broadcast_implementation``, and ``batch_reduce_implementation``
+    if it can reduce many tensors faster than one by one.
+
+    Example:
+        >>> class Verbose(ts.CrossDeviceOps):
+        ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        ...         total = sum(per_replica_value.values)
+        ...         if reduce_op is ts.ReduceOp.MEAN:
+        ...             total = total / len(per_replica_value.values)
+        ...         return self.broadcast_implementation(total, destinations)
+        ...     def broadcast_implementation(self, tensor, destinations):
+        ...         return ts.Mirrored(tensor.to(device="cpu", copy=True) for _ in destinations)
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=Verbose())
+    """
+
+    #: Number of buffers that gradients are packed into, for the log line; 0 means that nothing is packed.
+    num_packs = 0
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: DistributedValues,
+        destinations: Devices,
+        options: CommunicationOptions | None = None,
+    ) -> Mirrored:
+        """Combine one tensor for each replica and put the result on every destination.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            per_replica_value: one tensor for each replica; equal shapes.
+            destinations: where the result goes; one tensor for each.
+            options: hints; ``None`` means the defaults.
+
+        Returns:
+            The results, in the order of ``destinations``.
+
+        Raises:
+            ValueError: ``per_replica_value`` is not a distributed value of tensors.
+            InvalidArgumentError: the shapes differ, or the dtype can't be added.
+        """
+        op = ReduceOp.parse(reduce_op)
+        _check_tensors(per_replica_value)
+        return self.reduce_implementation(op, per_replica_value, destinations, options or CommunicationOptions())
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[DistributedValues, Devices]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Mirrored]:
+        """Combine several values, like ``reduce`` on each.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            value_destination_pairs: values and their destinations.
+            options: hints; ``None`` means the defaults.
+
+        Returns:
+            One result for each pair.
+
+        Raises:
+            ValueError: a value is not a distributed value of tensors.
+            InvalidArgumentError: the shapes of a value differ.
+        """
+        op = ReduceOp.parse(reduce_op)
+        for value, _ in value_destination_pairs:
+            _check_tensors(value)
+        return self.batch_reduce_implementation(op, value_destination_pairs, options or CommunicationOptions())
+
+    def broadcast(self, tensor: Tensor, destinations: Devices) -> Mirrored:
+        """Copy a tensor to every destination.
+
+        Args:
+            tensor: any tensor.
+            destinations: where the copies go.
+
+        Returns:
+            The copies, in the order of ``destinations``.
+        """
+        return self.broadcast_implementation(tensor, destinations)
+
+    @abstractmethod
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Devices,
+        options: CommunicationOptions,
+    ) -> Mirrored:  # fmt: skip
+        """Carry out ``reduce``; the arguments have been checked."""
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[DistributedValues, Devices]],
+        options: CommunicationOptions,
+    ) -> list[Mirrored]:  # fmt: skip
+        """Carry out ``batch_reduce``; by default value by value."""
+        return [self.reduce_implementation(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    @abstractmethod
+    def broadcast_implementation(self, tensor: Tensor, destinations: Devices) -> Mirrored:
+        """Carry out ``broadcast``."""
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Copy all tensors to one device, combine them there, and copy the result to all devices.
+
+    Args:
+        reduce_to_device: where to combine; ``None`` means the first destination.
+        accumulation_fn: combines a list of tensors into their sum; ``None`` adds them in the order of replicas.
+
+    Example:
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ts.ReductionToOneDevice("cpu:0"))
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | torch.device | None = None,
+        accumulation_fn: Callable[[list[Tensor]], Tensor] | None = None,
+    ) -> None:
+        self.reduce_to_device = None if reduce_to_device is None else canonical_device(reduce_to_device)
+        self.accumulation_fn = accumulation_fn or _add_in_order
+
+    @override
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Devices,
+        options: CommunicationOptions,
+    ) -> Mirrored:  # fmt: skip
+        device = tensor_device(self.reduce_to_device or destinations[0])
+        total = self.accumulation_fn([value.to(device, non_blocking=True) for value in per_replica_value.values])
+        return self.broadcast_implementation(_finish(reduce_op, total, len(per_replica_value.values)), destinations)
+
+    @override
+    def broadcast_implementation(self, tensor: Tensor, destinations: Devices) -> Mirrored:
+        return _copies(tensor, destinations)
+
+
+class _PackedAllReduce(CrossDeviceOps):
+    """All-reduces tensors packed into ``num_packs`` buffers of each dtype."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if not isinstance(num_packs, int) or num_packs < 0:
+            raise ValueError(f"num_packs must be an integer of at least 0. Received: {num_packs!r}")
+        self.num_packs = num_packs
+
+    @override
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Devices,
+        options: CommunicationOptions,
+    ) -> Mirrored:  # fmt: skip
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    @override
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[DistributedValues, Devices]],
+        options: CommunicationOptions,
+    ) -> list[Mirrored]:  # fmt: skip
+        results: list[Mirrored | None] = [None] * len(value_destination_pairs)
+        groups: dict[object, list[int]] = {}
+        for index, (value, to) in enumerate(value_destination_pairs):
+            first = value.values[0]
+            if first.is_sparse:
+                total = _finish(reduce_op, _add_in_order(_on_first(value.values)), len(value.values))
+                results[index] = _copies(total, to)
+            else:
+                groups.setdefault((first.dtype, tuple(to)), []).append(index)
+        for indices in groups.values():
+            for part in split_into_packs(len(indices), self.num_packs or len(indices)):
+                chosen = [indices[i] for i in part]
+                pairs = [value_destination_pairs[i] for i in chosen]
+                for i, result in zip(chosen, self._reduce_packed(reduce_op, pairs), strict=True):
+                    results[i] = result
+        return [result for result in results if result is not None]
+
+    @override
+    def broadcast_implementation(self, tensor: Tensor, destinations: Devices) -> Mirrored:
+        return _copies(tensor, destinations)
+
+    def _reduce_packed(self, reduce_op: ReduceOp, pairs: Sequence[tuple[DistributedValues, Devices]]) -> list[Mirrored]:
+        destinations = pairs[0][1]
+        num_replicas = len(pairs[0][0].values)
+        columns = [[value.values[i] for value, _ in pairs] for i in range(num_replicas)]
+        sums = self._all_reduce([pack(column) for column in columns])
+        totals = [_finish(reduce_op, total, num_replicas) for total in sums]
+        if len(destinations) != num_replicas:
+            totals = list(_copies(totals[0], destinations).values)
+        placed = [total.to(tensor_device(to)) for total, to in zip(totals, destinations, strict=True)]
+        unpacked = [unpack(total, columns[0]) for total in placed]
+        return [Mirrored(row) for row in zip(*unpacked, strict=True)]
+
+    def _all_reduce(self, buffers: list[Tensor]) -> list[Tensor]:
+        """Return, for each replica, a buffer of its own with the sum."""
+        raise NotImplementedError
+
+
+class NcclAllReduce(_PackedAllReduce):
+    """All-reduce over NCCL, packed into ``num_packs`` buffers; replicas that are not all on GPUs add on one device.
+
+    Args:
+        num_packs: buffers that the tensors of one dtype are packed into; 0 packs nothing.
+
+    Raises:
+        ValueError: ``num_packs`` is negative.
+
+    Example:
+        >>> ts.NcclAllReduce(num_packs=2).num_packs
+        2
+    """
+
+    @override
+    def _all_reduce(self, buffers: list[Tensor]) -> list[Tensor]:
+        if all(buffer.is_cuda for buffer in buffers) and len({buffer.device for buffer in buffers}) == len(buffers):
+            torch.cuda.nccl.all_reduce(buffers)  # type: ignore[no-untyped-call]
+            return buffers
+        warn_once("NcclAllReduce needs one GPU for each replica; these replicas are added on one device instead.")
+        return _sum_and_copy(buffers)
+
+
+class HierarchicalCopyAllReduce(_PackedAllReduce):
+    """All-reduce in two levels: within each half of the replicas, then between the halves, then back.
+
+    Args:
+        num_packs: buffers that the tensors of one dtype are packed into; 0 packs nothing.
+
+    Raises:
+        ValueError: ``num_packs`` is negative.
+
+    Example:
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ts.HierarchicalCopyAllReduce())
+    """
+
+    @override
+    def _all_reduce(self, buffers: list[Tensor]) -> list[Tensor]:
+        if len(buffers) < 2:
+            return buffers
+        middle = (len(buffers) + 1) // 2
+        leaders = [_add_in_order(_on_first(half)) for half in (buffers[:middle], buffers[middle:])]
+        total = leaders[0] + leaders[1].to(leaders[0].device)
+        second = total.to(leaders[1].device)
+        return [(total if i < middle else second).to(buffer.device, copy=True) for i, buffer in enumerate(buffers)]
+
+
+def _check_tensors(value: DistributedValues) -> None:
+    if not isinstance(value, DistributedValues) or not all(isinstance(v, Tensor) for v in value.values):
+        raise ValueError(f"Expected a PerReplica of tensors. Received: {value!r}")
+    first = value.values[0]
+    if any(v.shape != first.shape for v in value.values):
+        shapes = [tuple(v.shape) for v in value.values]
+        raise InvalidArgumentError(f"The replicas' values must have equal shapes to be reduced. Received: {shapes}")
+    if first.dtype is torch.bool:
+        raise InvalidArgumentError("Can't reduce values of dtype bool. Convert them, for example with `.int()`.")
+    if any(v.dtype != first.dtype for v in value.values):
+        dtypes = [v.dtype for v in value.values]
+        raise InvalidArgumentError(f"The replicas' values must have equal dtypes to be reduced. Received: {dtypes}")
+
+
+def _finish(reduce_op: ReduceOp, total: Tensor, num_replicas: int) -> Tensor:
+    if reduce_op is ReduceOp.SUM or num_replicas == 1:
+        return total
+    if not (total.is_floating_point() or total.is_complex()):
+        total = total.double()  # as tf: the mean of integers is float64
+    return total / num_replicas
+
+
+def _add_in_order(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].is_sparse:  # concatenate, as tf does with IndexedSlices; duplicates are summed when coalesced
+        return torch.sparse_coo_tensor(
+            torch.cat([t._indices() for t in tensors], 1),
+            torch.cat([t._values() for t in tensors]),
+            tensors[0].shape,
+            check_invariants=False,
+        )
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _on_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to(tensors[0].device, non_blocking=True) for tensor in tensors]
+
+
+def _sum_and_copy(buffers: list[Tensor]) -> list[Tensor]:
+    total = _add_in_order(_on_first(buffers))
+    return [total.to(buffer.device, copy=True) for buffer in buffers]
+
+
+def _copies(tensor: Tensor, destinations: Devices) -> Mirrored:
+    """One tensor of its own for each destination; the first takes the given one."""
+    first, *others = [tensor_device(device) for device in destinations]
+    return Mirrored([tensor.to(first), *(tensor.to(device, copy=True) for device in others)])

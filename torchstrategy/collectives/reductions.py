@@ -1,0 +1,201 @@
+"""``reduce`` and ``gather`` over the replicas of this process and, if there are several, over the processes.
+
+The functions take one tensor for each local replica, without autograd; the semantics are ``tf.distribute``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
+from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.options import ReduceOp
+from torchstrategy.values import PerReplica
+
+__all__ = ["all_reduce", "check_gather_axis", "gather", "gather_sizes", "reduce", "reduction_axes"]
+
+Devices = Sequence[torch.device]
+
+
+def all_reduce(
+    op: ReduceOp,
+    columns: Sequence[Sequence[Tensor]],
+    devices: Devices,
+    ops: CrossDeviceOps,
+    workers: WorkerGroup | None,
+    num_replicas: int,
+    operation: str,
+) -> list[list[Tensor]]:
+    """Combine several values over all replicas.
+
+    Args:
+        op: SUM or MEAN; the mean of integers is float64.
+        columns: for each value, one tensor for each local replica; equal shapes.
+        devices: the local replicas' devices.
+        ops: combines the local tensors.
+        workers: the processes; ``None`` if there is only this one.
+        num_replicas: replicas over all processes.
+        operation: what to call this in error messages.
+
+    Returns:
+        For each value, one result for each local replica, each a tensor of its own.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes differ, or a dtype can't be added.
+    """
+    if len(devices) == 1:
+        for column in columns:
+            _check_addable(column[0])
+        rows = [[column[0]] for column in columns]
+        if workers is None:
+            return [[tensor.clone() if op is ReduceOp.SUM else _mean(tensor, 1)] for (tensor,) in rows]
+    else:
+        # With several processes the division comes last, so that the sum is divided once.
+        local_op = op if workers is None else ReduceOp.SUM
+        reduced = ops.batch_reduce(local_op, [(PerReplica(column), devices) for column in columns])
+        rows = [list(value.values) for value in reduced]
+    if workers is None:
+        return rows
+    totals = workers.all_reduce([row[0] for row in rows], operation)
+    if op is ReduceOp.MEAN:
+        totals = [_mean(total, num_replicas) for total in totals]
+    if len(devices) == 1:
+        return [[total] for total in totals]
+    return [list(ops.broadcast(total, devices).values) for total in totals]
+
+
+def reduce(
+    op: ReduceOp,
+    tensors: Sequence[Tensor],
+    axis: Any,
+    devices: Devices,
+    ops: CrossDeviceOps,
+    workers: WorkerGroup | None,
+    num_replicas: int,
+) -> Tensor:
+    """Combine one tensor for each replica into one tensor; with ``axis``, over that axis as well.
+
+    With ``axis``, SUM adds each replica's sum and MEAN divides the total by the number of elements over all replicas,
+    so uneven and empty replicas count right.
+
+    Raises:
+        ValueError: ``axis`` is not an axis of every tensor.
+        InvalidArgumentError: the shapes left after the reduction differ.
+    """
+    operation = f"Strategy.reduce({op.name})"
+    if axis is None:
+        return all_reduce(op, [tensors], devices[: len(tensors)], ops, workers, num_replicas, operation)[0][0]
+    sums = []
+    count = 0
+    for tensor in tensors:
+        axes = reduction_axes(axis, tensor.dim())
+        _check_addable(tensor)
+        sums.append(tensor.sum(dim=axes, dtype=tensor.dtype) if axes else tensor)
+        elements = 1
+        for a in axes:
+            elements *= tensor.shape[a]
+        count += elements
+    counts = [torch.tensor(count)] + [torch.tensor(0)] * (len(tensors) - 1)
+    total, total_count = (
+        row[0]
+        for row in all_reduce(
+            ReduceOp.SUM, [sums, counts], devices[: len(tensors)], ops, workers, num_replicas, operation
+        )
+    )
+    return total if op is ReduceOp.SUM else _mean(total, total_count.to(total.device))
+
+
+def reduction_axes(axis: Any, rank: int) -> tuple[int, ...]:
+    """Return the non-negative axes that ``axis`` names.
+
+    Raises:
+        TypeError: ``axis`` is no integer or tuple of integers.
+        ValueError: it is out of range.
+    """
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = []
+    for a in given:
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise TypeError(f"axis must be an integer, a tuple of integers, or None. Received: {axis!r}")
+        index = a.__index__()
+        if not -rank <= index < rank:
+            raise ValueError(
+                f"axis {index} is out of range: a replica's value has {rank} dimensions. "
+                "Pass axis=None to combine whole values."
+            )
+        axes.append(index % rank)
+    return tuple(dict.fromkeys(axes))
+
+
+def check_gather_axis(axis: Any, tensor: Any) -> int:
+    """Return the axis to concatenate on.
+
+    Raises:
+        TypeError: the value is not a numeric tensor.
+        ValueError: the value is a scalar, or ``axis`` is not one of its non-negative axes.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"Only tensors can be gathered. Received: {tensor!r}")
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise ValueError(f"axis must be an integer. Received: {axis!r}")
+    index: int = axis.__index__()
+    if tensor.dim() == 0:
+        raise ValueError("Can't gather scalars: there is no axis to concatenate on. Use `value.reshape(1)`.")
+    if not 0 <= index < tensor.dim():
+        raise ValueError(f"axis must be from 0 to {tensor.dim() - 1} for a value of {tensor.dim()} dimensions. "
+                         f"Received: {index}")  # fmt: skip
+    return index
+
+
+def gather(tensors: Sequence[Tensor], axis: int, workers: WorkerGroup | None, operation: str) -> Tensor:
+    """Concatenate all replicas' tensors in the order of replicas.
+
+    Raises:
+        InvalidArgumentError: the tensors differ in another dimension or in dtype.
+    """
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        _check_joinable(first, tensor, axis)
+    local = torch.cat([tensor.to(first.device) for tensor in tensors], axis)
+    if workers is None:
+        return local
+    parts = workers.all_gather_tensors(local, operation)
+    for part in parts:
+        _check_joinable(local, part, axis)
+    return torch.cat(parts, axis)
+
+
+def gather_sizes(sizes: Sequence[int], workers: WorkerGroup | None, operation: str) -> list[int]:
+    """Return the sizes of all replicas in the order of replicas."""
+    if workers is None:
+        return list(sizes)
+    return [size for part in workers.exchange(f"{operation} (sizes)", list(sizes)) for size in part]
+
+
+def _check_joinable(first: Tensor, other: Tensor, axis: int) -> None:
+    same = first.dim() == other.dim() and all(
+        a == b for i, (a, b) in enumerate(zip(first.shape, other.shape, strict=True)) if i != axis
+    )
+    if not same or first.dtype != other.dtype:
+        raise InvalidArgumentError(
+            f"Gathered values must have one dtype and may differ in size along axis {axis} only. Received: "
+            f"{tuple(first.shape)} {first.dtype} and {tuple(other.shape)} {other.dtype}"
+        )
+
+
+def _check_addable(tensor: Tensor) -> None:
+    if tensor.dtype is torch.bool:
+        raise InvalidArgumentError("Can't reduce values of dtype bool. Convert them, for example with `.int()`.")
+
+
+def _mean(total: Tensor, count: int | Tensor) -> Tensor:
+    if isinstance(count, int) and count == 1:
+        return total.clone()
+    if not (total.is_floating_point() or total.is_complex()):
+        total = total.double()
+    return total / count

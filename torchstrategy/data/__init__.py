@@ -1,0 +1,1 @@
+"""Distributed datasets: global batches in, one share for each replica out."""

@@ -1,0 +1,122 @@
+"""Replica devices: tf-style and torch-style names, the devices that are there, and where replicas live.
+
+``cpu:1`` is a label: torch has one CPU device, and its tensors say ``cpu``. A replica's device is therefore a
+``torch.device`` that is kept beside the tensors, never read from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Placement", "canonical_device", "full_device_name", "local_devices", "tensor_device", "visible_devices"]
+
+_TF_NAME = re.compile(r"^(?:/job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?([A-Za-z]+)(?::(\d+|\*))?$")
+_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu", "xla": "xla", "tpu": "xla", "mps": "mps", "xpu": "xpu"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which of a strategy's replicas this process hosts.
+
+    Args:
+        num_replicas: replicas in sync over all processes.
+        first_replica: id of this process's first replica.
+        devices: one device for each replica of this process, in the order of their ids.
+    """
+
+    num_replicas: int
+    first_replica: int
+    devices: tuple[torch.device, ...]
+
+    @property
+    def local_replica_ids(self) -> range:
+        """Ids of the replicas of this process."""
+        return range(self.first_replica, self.first_replica + len(self.devices))
+
+
+def canonical_device(name: str | torch.device) -> torch.device:
+    """Return the device for a tf-style or torch-style name.
+
+    Args:
+        name: for example ``"/gpu:0"``, ``"GPU:1"``, ``"cuda:0"``, ``"cpu:1"``,
+            ``"/job:localhost/replica:0/task:0/device:GPU:0"``, or a ``torch.device``.
+
+    Returns:
+        A ``torch.device`` with an index.
+
+    Raises:
+        ValueError: the name can't be read, or no such device is there; the message lists the visible ones.
+
+    Example:
+        >>> from torchstrategy.devices import canonical_device
+        >>> canonical_device("/job:localhost/replica:0/task:0/device:CPU:1")
+        device(type='cpu', index=1)
+    """
+    if not isinstance(name, (str, torch.device)):
+        raise TypeError(f"A device must be a string or a torch.device. Received: {name!r}")
+    match = _TF_NAME.match(str(name))
+    kind = _TYPES.get(match[1].lower()) if match else None
+    if match is None or kind is None:
+        raise ValueError(
+            f"Can't read the device name {name!r}. Expected names such as 'cuda:0', '/gpu:0', 'GPU:0', 'cpu:1' or "
+            f"'/job:localhost/replica:0/task:0/device:GPU:0'. Visible devices: {', '.join(visible_devices())}"
+        )
+    index = 0 if match[2] in (None, "*") else int(match[2])
+    if kind != "cpu":
+        _check_present(kind, index, str(name))
+    return torch.device(kind, index)
+
+
+def local_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
+    """Return a mirrored strategy's devices: the given ones, else all visible GPUs, else one CPU.
+
+    Raises:
+        ValueError: the list is empty or names a device twice.
+    """
+    if devices is None:
+        found = [device for device in visible_devices() if not device.startswith("cpu")]
+        return tuple(torch.device(device) for device in found) or (torch.device("cpu", 0),)
+    if isinstance(devices, (str, torch.device)):
+        raise TypeError(f"devices must be a list of devices, such as [{str(devices)!r}]. Received: {devices!r}")
+    result = tuple(canonical_device(device) for device in devices)
+    if not result:
+        raise ValueError("devices must name at least one device. Pass None to use all visible GPUs.")
+    if len(set(result)) < len(result):
+        raise ValueError(f"devices must not name a device twice. Received: {[str(d) for d in result]}")
+    return result
+
+
+def visible_devices() -> list[str]:
+    """Return the names of the devices that torch can use here; ``cpu:0`` stands for any number of CPU replicas."""
+    accelerators = []
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            accelerators = [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    return [*accelerators, "cpu:0"]
+
+
+def tensor_device(device: torch.device) -> torch.device:
+    """Return the device that tensors of this replica report: ``cpu`` for every CPU replica."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def full_device_name(device: torch.device) -> str:
+    """Return tf's full name, as in the guides' INFO lines."""
+    kind = {"cuda": "GPU", "xla": "TPU"}.get(device.type, device.type.upper())
+    return f"/job:localhost/replica:0/task:0/device:{kind}:{device.index or 0}"
+
+
+def _check_present(kind: str, index: int, name: str) -> None:
+    if kind == "xla":  # torch_xla is asked only by TPUStrategy: touching it starts its runtime
+        return
+    visible = visible_devices()
+    if f"{kind}:{index}" not in visible:
+        raise ValueError(
+            f"Device {name!r} is not there. Visible devices: {', '.join(visible)} (any cpu index is allowed). "
+            "Check CUDA_VISIBLE_DEVICES, or name CPU replicas: devices=['cpu:0', 'cpu:1']."
+        )

@@ -1,0 +1,276 @@
+"""Gradients are summed over replicas at ``optimizer.step()``, or earlier by ``sum_gradients``.
+
+``p.grad`` stays a replica's own until then. A global step hook of torch finds every ``step()``; each summed gradient is
+marked on the tensor itself, so that nothing is summed twice. Parameters without a gradient on any replica keep
+``grad is None``. Before any data moves, the processes exchange one record: what they sum, which gradients are
+there, dense or sparse, and which buffers changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
+from torchstrategy.collectives.packing import pack, plan_buckets, unpack
+from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.devices import Placement, tensor_device
+from torchstrategy.log import info_once
+from torchstrategy.options import CommunicationOptions, ReduceOp
+from torchstrategy.replicas.buffers import BufferSync
+from torchstrategy.replicas.clone import Slot
+from torchstrategy.values import PerReplica
+
+__all__ = ["GradientSum", "GradientSummer", "is_marked", "mark", "optimizer_parameters", "unmark"]
+
+_MARK = "_ts_summed"
+
+
+class GradientSum(NamedTuple):
+    """What one replica brings to a sum of gradients.
+
+    Args:
+        parameters: the optimizer's parameters, in its order.
+        had_examples: whether the replica's share of the batch was not empty.
+    """
+
+    parameters: list[Tensor]
+    had_examples: bool
+
+
+class _Record(NamedTuple):
+    """What one process has, as bit masks over parameters and buffers."""
+
+    plan: str
+    dense: int
+    sparse: int
+    marked: int
+    buffers: int
+    weights: tuple[float, ...]
+
+    def encode(self) -> list[Any]:
+        masks = [f"{mask:x}" for mask in (self.dense, self.sparse, self.marked, self.buffers)]
+        return [self.plan, *masks, list(self.weights)]
+
+    @classmethod
+    def decode(cls, row: Sequence[Any]) -> _Record:
+        dense, sparse, marked, buffers = (int(mask, 16) for mask in row[1:5])
+        return cls(row[0], dense, sparse, marked, buffers, tuple(row[5]))
+
+
+class GradientSummer:
+    """Sums gradients, and averages buffers, over the replicas of one strategy.
+
+    Args:
+        placement: where the replicas are.
+        ops: combines the tensors of this process's replicas.
+        workers: the processes; ``None`` if there is only this one.
+        options: bucket size.
+        buffers: the buffers that travel along.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        ops: CrossDeviceOps,
+        workers: WorkerGroup | None,
+        options: CommunicationOptions,
+        buffers: BufferSync,
+    ) -> None:
+        self._placement = placement
+        self._ops = ops
+        self._workers = workers
+        self._options = options
+        self._buffers = buffers
+        self._plans: dict[tuple[Any, ...], str] = {}
+
+    def __call__(self, parts: Sequence[GradientSum]) -> list[None]:
+        """Sum the gradients of corresponding parameters in place of each replica's own.
+
+        Raises:
+            RuntimeError: the replicas' optimizers differ, or some replicas have summed a gradient and others not.
+            InvalidArgumentError: the processes' optimizers differ.
+        """
+        columns = list(zip(*(part.parameters for part in parts), strict=False))
+        if any(len(part.parameters) != len(columns) for part in parts):
+            raise RuntimeError(
+                "The replicas' optimizers have different numbers of parameters: "
+                f"{[len(part.parameters) for part in parts]}. Change parameter groups outside `run`."
+            )
+        slots = self._buffers.candidates()
+        record = self._describe(columns, slots, [float(part.had_examples) for part in parts])
+        records = self._exchange(record, columns)
+        dense = sparse = marked = changed = 0
+        weights: list[float] = []
+        for row in records:
+            dense, sparse = dense | row.dense, sparse | row.sparse
+            marked, changed = marked | row.marked, changed | row.buffers
+            weights += row.weights
+        if any(row.marked != marked for row in records):
+            raise RuntimeError(
+                "Some replicas have already summed gradients that others have not. Every replica must call "
+                "`sum_gradients` for the same optimizers."
+            )
+        with torch.no_grad():
+            todo = [k for k in range(len(columns)) if (dense | sparse) >> k & 1 and not marked >> k & 1]
+            only_sparse = [k for k in todo if not dense >> k & 1]
+            self._sum_dense([columns[k] for k in todo if dense >> k & 1])
+            for k in only_sparse:
+                self._sum_sparse(columns[k])
+            self._sync_buffers([slot for k, slot in enumerate(slots) if changed >> k & 1], weights)
+        if changed:
+            self._buffers.mark_synchronised(slots)
+        for k in todo:
+            for parameter in columns[k]:
+                mark(parameter)
+        return [None] * len(parts)
+
+    def sync_buffers(self) -> None:
+        """Synchronise all changed buffers without gradients."""
+        self([GradientSum([], had_examples=True)] * len(self._placement.devices))
+
+    def _describe(
+        self, columns: Sequence[Sequence[Tensor]], slots: Sequence[Slot], weights: Sequence[float]
+    ) -> _Record:
+        dense = sparse = marked = 0
+        for k, column in enumerate(columns):
+            present = [parameter.grad for parameter in column if parameter.grad is not None]
+            marks = [is_marked(parameter) for parameter in column]
+            if any(marks) and not all(marks):
+                raise RuntimeError(
+                    f"Some replicas have already summed the gradient of parameter {k} (shape "
+                    f"{tuple(column[0].shape)}) and others have not. Every replica must call `sum_gradients` for the "
+                    "same optimizers, and none may run `backward` again before `optimizer.step()`."
+                )
+            sparse |= any(grad.is_sparse for grad in present) << k
+            dense |= any(not grad.is_sparse for grad in present) << k
+            marked |= all(marks) << k
+        changed = 0
+        for k, is_changed in enumerate(self._buffers.changed(slots)):
+            changed |= is_changed << k
+        plan = "" if self._workers is None else self._plan(columns)
+        return _Record(plan, dense, sparse, marked, changed, tuple(weights))
+
+    def _plan(self, columns: Sequence[Sequence[Tensor]]) -> str:
+        """Return a hash of the parameters' shapes and dtypes."""
+        layout = tuple((tuple(column[0].shape), str(column[0].dtype)) for column in columns)
+        plan = self._plans.get(layout)
+        if plan is None:
+            plan = self._plans[layout] = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+        return plan
+
+    def _exchange(self, record: _Record, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
+        if self._workers is None:
+            return [record]
+        operation = "the sum of gradients (optimizer.step or sum_gradients)" if columns else "sync_buffers"
+        records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
+        if any(row.plan != record.plan for row in records):
+            layout = [[list(column[0].shape), str(column[0].dtype)] for column in columns]
+            self._workers.agree(operation, layout, "parameters (shapes and dtypes)")
+        return records
+
+    def _sum_dense(self, columns: Sequence[Sequence[Tensor]]) -> None:
+        if not columns:
+            return
+        devices = self._placement.devices
+        rows = [[_dense_gradient(parameter) for parameter in column] for column in columns]
+        if len(devices) > 1:
+            pairs = [(PerReplica(row), devices) for row in rows]
+            rows = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
+        num_buckets = 0
+        if self._workers is not None:
+            firsts = [row[0] for row in rows]
+            buckets = plan_buckets(firsts, self._options.bucket_bytes)
+            num_buckets = len(buckets)
+            for index, total in self._sum_buckets(firsts, buckets):
+                rows[index] = [total] if len(devices) == 1 else list(self._ops.broadcast(total, devices).values)
+        for column, row in zip(columns, rows, strict=True):
+            for parameter, total in zip(column, row, strict=True):
+                parameter.grad = total
+        self._announce(len(columns), num_buckets)
+
+    def _sum_buckets(self, tensors: Sequence[Tensor], buckets: Sequence[Sequence[int]]) -> list[tuple[int, Tensor]]:
+        if self._workers is None:
+            raise RuntimeError("Buckets travel between processes only.")
+        packed = [pack([tensors[i] for i in bucket]) for bucket in buckets]
+        works = [self._workers.start_sum(flat) for flat in packed]
+        results = []
+        for bucket, flat, work in zip(buckets, packed, works, strict=True):
+            self._workers.finish(work, "the sum of gradients")
+            results += list(zip(bucket, unpack(flat, [tensors[i] for i in bucket]), strict=True))
+        return results
+
+    def _sum_sparse(self, column: Sequence[Tensor]) -> None:
+        devices = self._placement.devices
+        grads = [torch.zeros_like(p, layout=torch.sparse_coo) if p.grad is None else p.grad for p in column]
+        first = grads[0].device
+        indices = torch.cat([grad._indices().to(first) for grad in grads], 1)
+        values = torch.cat([grad._values().to(first) for grad in grads])
+        if self._workers is not None:
+            indices = torch.cat(self._workers.all_gather_tensors(indices.t().contiguous(), "sparse gradient"), 0).t()
+            values = torch.cat(self._workers.all_gather_tensors(values, "sparse gradient"), 0)
+        total = torch.sparse_coo_tensor(indices, values, column[0].shape, check_invariants=False).coalesce()
+        for parameter, device in zip(column, devices, strict=True):
+            parameter.grad = total.to(tensor_device(device), copy=True)
+
+    def _sync_buffers(self, slots: Sequence[Slot], weights: Sequence[float]) -> None:
+        count = sum(weights)
+        if not slots or count == 0:
+            return
+        placement = self._placement
+        own = [weights[i] / count for i in placement.local_replica_ids]
+        parts = [self._buffers.contributions(slot, own, placement.first_replica == 0) for slot in slots]
+        if len(placement.devices) > 1:
+            pairs = [(PerReplica(part), placement.devices) for part in parts]
+            parts = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
+        if self._workers is not None:
+            firsts = [part[0] for part in parts]
+            for index, total in self._sum_buckets(firsts, plan_buckets(firsts, self._options.bucket_bytes)):
+                parts[index] = [total] * len(placement.devices)
+        for slot, totals in zip(slots, parts, strict=True):
+            self._buffers.store(slot, totals)
+
+    def _announce(self, num_tensors: int, num_buckets: int) -> None:
+        implementation = type(self._ops).__name__ if len(self._placement.devices) > 1 else ""
+        packs = self._ops.num_packs or num_tensors if implementation else 0
+        if self._workers is not None:
+            implementation = " then ".join(filter(None, [implementation, self._workers.implementation.value]))
+            packs = num_buckets
+        info_once(
+            f"Gradient all_reduce: {num_tensors} tensors, num_replicas = {self._placement.num_replicas}, "
+            f"implementation = {implementation}, num_packs = {packs}"
+        )
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def mark(parameter: Tensor) -> None:
+    """Note that a parameter's gradient is the sum over replicas."""
+    if parameter.grad is not None:
+        setattr(parameter.grad, _MARK, True)
+
+
+def unmark(parameter: Tensor) -> None:
+    """Forget that a parameter's gradient was summed."""
+    if parameter.grad is not None and is_marked(parameter):
+        delattr(parameter.grad, _MARK)
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Say whether a parameter's gradient is the sum over replicas."""
+    return parameter.grad is not None and hasattr(parameter.grad, _MARK)
+
+
+def _dense_gradient(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros_like(parameter)
+    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,231 @@
+"""Losses that add up over replicas: what each replica contributes to the loss of the global batch.
+
+Every divisor is known before ``backward()``; nothing is rescaled afterwards. Halves are added up in ``float32``, so
+that neither the sum nor a large batch size overflows.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchstrategy import errors
+from torchstrategy.strategies.default import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+_ACTUAL = "actual"
+
+
+def compute_average_loss(
+    per_example_loss: Tensor, sample_weight: Tensor | None = None, global_batch_size: int | Tensor | str | None = None
+) -> Tensor:
+    """Sum this replica's per-example losses and divide by the global batch size.
+
+    Summing the results over all replicas gives the mean over the whole global batch, so gradients must be
+    all-reduced with ``SUM``. With ``"actual"`` a partial last batch is exact; a constant makes its examples weigh less.
+    To be called in replica context; in cross-replica context only with a number as ``global_batch_size``.
+
+    Args:
+        per_example_loss: ``[batch, ...]``, float or int; ``batch`` is this replica's share and may be 0. All elements
+            of an example are summed.
+        sample_weight: broadcastable to ``per_example_loss``, or ``[batch]`` for a loss of ``[batch, n]``; ``None``
+            means every example weighs 1. Weights do not change the divisor.
+        global_batch_size: examples in the batch over all replicas, an integer or a scalar integer tensor. ``None``
+            means ``batch`` times ``num_replicas_in_sync``, which is right only if every replica got the same share;
+            ``"actual"`` means the true number of this step's examples, as the distributed dataset counted them.
+
+    Returns:
+        Scalar of ``per_example_loss``'s dtype (integers become ``float64``); 0 if ``global_batch_size`` is 0.
+
+    Raises:
+        ValueError: ``per_example_loss`` is a scalar, ``global_batch_size`` is no scalar, or with ``"actual"``
+            ``batch`` is not this replica's share of the batch that was distributed.
+        TypeError: ``global_batch_size`` is not an integer.
+        InvalidArgumentError: ``per_example_loss`` is boolean, ``sample_weight`` does not fit, or
+            ``global_batch_size`` is negative (not looked for in tensors on an accelerator, which would wait for it).
+        RuntimeError: called in cross-replica context without a number as ``global_batch_size``, or ``"actual"`` is
+            not known.
+
+    Example:
+        >>> loss = torch.tensor([1.0, 2.0, 3.0])
+        >>> ts.nn.compute_average_loss(loss)
+        tensor(2.)
+        >>> ts.nn.compute_average_loss(loss, global_batch_size=6)  # the other replica holds the other 3
+        tensor(1.)
+        >>> ts.nn.compute_average_loss(loss, sample_weight=torch.tensor([1.0, 0.0, 1.0]), global_batch_size="actual")
+        tensor(1.3333)
+    """
+    loss = _loss_tensor(per_example_loss, "per_example_loss")
+    if loss.ndim == 0:
+        raise ValueError(
+            "per_example_loss must have one entry for each example, shape [batch, ...]. Received a scalar: use a loss "
+            "with reduction='none', or scale_regularization_loss for a term that is equal on all replicas."
+        )
+    divisor = _divisor(loss, global_batch_size)
+    result_dtype, sum_dtype = _dtypes(loss)
+    if sample_weight is not None:
+        loss = loss.to(sum_dtype) * _matching_weight(sample_weight, loss).to(sum_dtype)
+    return _divide_no_nan(loss.sum(dtype=sum_dtype), divisor).to(result_dtype)
+
+
+def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
+    """Divide a loss that every replica computes alike by the number of replicas.
+
+    Summing the results over all replicas gives the loss once. To be called in replica context.
+
+    Args:
+        regularization_loss: tensor of any shape, whose elements are summed, or a list of such tensors.
+
+    Returns:
+        Scalar of the same dtype (integers become ``float64``).
+
+    Raises:
+        RuntimeError: called in cross-replica context.
+        InvalidArgumentError: not a tensor or a number, or boolean.
+
+    Example:
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> ts.nn.scale_regularization_loss(weight.square().sum())  # one replica
+        tensor(25.)
+    """
+    if has_strategy() and in_cross_replica_context():
+        raise RuntimeError(
+            "scale_regularization_loss was called in cross-replica context, where there is no replica's part of a "
+            "loss. Call it in replica context: in a function given to strategy.run."
+        )
+    loss = _sum_all(regularization_loss)
+    return loss / get_strategy().num_replicas_in_sync
+
+
+def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
+    if global_batch_size is None:
+        if has_strategy() and in_cross_replica_context():
+            raise RuntimeError(
+                "compute_average_loss was called in cross-replica context, where there is no replica's share of a "
+                "batch. Call it in a function given to strategy.run, or pass global_batch_size as a number."
+            )
+        return loss.shape[0] * get_strategy().num_replicas_in_sync
+    if isinstance(global_batch_size, str) and global_batch_size == _ACTUAL:
+        return _actual_batch_size(loss)
+    if isinstance(global_batch_size, numbers.Integral) and not isinstance(global_batch_size, bool):
+        if global_batch_size < 0:
+            raise errors.InvalidArgumentError(f"global_batch_size must not be negative. Received: {global_batch_size}")
+        return int(global_batch_size)
+    return _divisor_tensor(global_batch_size)
+
+
+def _divisor_tensor(global_batch_size: Any) -> Tensor:
+    if isinstance(global_batch_size, (list, tuple, np.ndarray, np.generic)):
+        global_batch_size = torch.as_tensor(global_batch_size)
+    if not isinstance(global_batch_size, Tensor):
+        raise TypeError(
+            f"global_batch_size must be an integer, 'actual' or None. Received: {global_batch_size!r} of type "
+            f"{type(global_batch_size).__name__}"
+        )
+    if global_batch_size.ndim != 0:
+        raise ValueError(f"global_batch_size must be a scalar. Received shape {tuple(global_batch_size.shape)}")
+    if global_batch_size.dtype.is_floating_point or global_batch_size.dtype in (torch.bool, torch.complex64):
+        raise TypeError(f"global_batch_size must be an integer. Received dtype {global_batch_size.dtype}")
+    # Reading a tensor waits for an accelerator and breaks a compiled graph, so only plain CPU tensors are looked at.
+    if global_batch_size.device.type == "cpu" and not torch.compiler.is_compiling() and global_batch_size < 0:
+        raise errors.InvalidArgumentError(f"global_batch_size must not be negative. Received: {int(global_batch_size)}")
+    return global_batch_size
+
+
+def _actual_batch_size(loss: Tensor) -> int | Tensor:
+    replica_context = get_replica_context()
+    if replica_context is None:
+        raise RuntimeError(
+            'compute_average_loss(global_batch_size="actual") was called in cross-replica context, where no batch is '
+            "being processed. Call it in a function given to strategy.run, or pass a number."
+        )
+    shares = replica_context.batch_shares
+    if shares is None:
+        if replica_context.num_replicas_in_sync == 1:
+            return loss.shape[0]
+        return replica_context.actual_batch_size()  # raises, and says why
+    share = shares.shares[replica_context.replica_id_in_sync_group]
+    if loss.shape[0] != share:
+        raise ValueError(
+            f"per_example_loss has {loss.shape[0]} entries, but this replica's share of the batch is {share} examples, "
+            'so "actual" is not its divisor. If the entries are tokens, masked elements or pairs, count them: '
+            'global_batch_size=ctx.all_reduce("sum", torch.tensor(my_count)) with ctx = ts.get_replica_context().'
+        )
+    return replica_context.actual_batch_size()
+
+
+def _matching_weight(sample_weight: Any, loss: Tensor) -> Tensor:
+    """Return the weights with as many dimensions as the loss where they differ by one, by tf's rule."""
+    weight = _as_tensor(sample_weight, "sample_weight", loss.device)
+    original = tuple(weight.shape)
+    if weight.ndim == loss.ndim + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    elif 0 < weight.ndim == loss.ndim - 1:
+        weight = weight.unsqueeze(-1)
+    if not _broadcasts_to(weight, loss):
+        raise errors.InvalidArgumentError(
+            f"sample_weight must be a scalar, or broadcastable to per_example_loss of shape {tuple(loss.shape)}. "
+            f"Received shape {original}"
+        )
+    return weight
+
+
+def _broadcasts_to(weight: Tensor, loss: Tensor) -> bool:
+    if weight.ndim > loss.ndim:
+        return False
+    pairs = zip(reversed(weight.shape), reversed(loss.shape), strict=False)
+    return all(own in (1, size) for own, size in pairs)
+
+
+def _divide_no_nan(total: Tensor, divisor: int | Tensor) -> Tensor:
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(total.device, non_blocking=True)
+        # The quotient by zero is replaced before it is formed: its gradient would be nan even where it is masked.
+        empty = divisor == 0
+        return (total / divisor.clamp(min=1).to(total.dtype)).masked_fill(empty, 0.0)
+    if divisor == 0:
+        return total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0.0)  # keeps the graph for backward()
+    return total / divisor
+
+
+def _sum_all(value: Any) -> Tensor:
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
+        return torch.stack([_sum_all(part) for part in value]).sum()
+    loss = _loss_tensor(value, "regularization_loss")
+    result_dtype, sum_dtype = _dtypes(loss)
+    return loss.sum(dtype=sum_dtype).to(result_dtype)
+
+
+def _dtypes(loss: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of the result and the one to add up in."""
+    if not loss.dtype.is_floating_point:
+        return torch.float64, torch.float64
+    return loss.dtype, torch.float32 if loss.dtype.itemsize < 4 else loss.dtype
+
+
+def _loss_tensor(value: Any, name: str) -> Tensor:
+    loss = _as_tensor(value, name)
+    if loss.dtype == torch.bool or loss.dtype.is_complex:
+        raise errors.InvalidArgumentError(f"{name} must be of a float or integer dtype. Received: {loss.dtype}")
+    return loss
+
+
+def _as_tensor(value: Any, name: str, device: torch.device | None = None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
+        return torch.stack([_as_tensor(part, name, device) for part in value])  # as_tensor would cut the graph
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise errors.InvalidArgumentError(f"{name} must be a tensor or numbers. Received: {value!r}") from error

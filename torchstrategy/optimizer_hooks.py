@@ -1,0 +1,154 @@
+"""Where gradient sums happen by themselves: ``optimizer.step()``, ``GradScaler`` and ``backward``.
+
+torch's global step hooks see every optimizer's ``step``. With one replica they do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchstrategy.context import current_replica_context
+from torchstrategy.gradients import is_marked, optimizer_parameters, unmark
+from torchstrategy.options import ReduceOp
+from torchstrategy.replicas.mirrored import resolve
+from torchstrategy.replicas.record import owner
+
+__all__ = ["guard_parameter", "install", "prepare"]
+
+
+@functools.cache
+def install() -> None:
+    """Register the step hooks, once in a process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def prepare(obj: Any) -> None:
+    """Make a recorded ``GradScaler`` sum gradients before it looks for infinities, and ``zero_grad`` end marks."""
+    if isinstance(obj, torch.amp.GradScaler) and not isinstance(obj, _SummingScaler):
+        obj.__class__ = _summing_class(type(obj))
+    if isinstance(obj, Optimizer):
+        obj.__dict__["zero_grad"] = functools.partial(_zero_grad, obj)
+
+
+def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int | None]) -> None:
+    """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
+
+    Args:
+        parameter: a replica's own parameter.
+        local_id: the replica's position in the process.
+        running: returns the position of the replica whose turn it is, or ``None``.
+    """
+
+    def check(tensor: Tensor) -> None:
+        current = running()
+        if current is not None and current != local_id:
+            raise RuntimeError(
+                f"The backward pass of local replica {current} reached a parameter (shape {tuple(tensor.shape)}) of "
+                f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
+                "to replica 0: read it from the model inside the replica function."
+            )
+        if is_marked(tensor):
+            raise RuntimeError(
+                f"`backward` adds to a gradient (shape {tuple(tensor.shape)}) that is already the sum over replicas. "
+                "Call `optimizer.step()` or `optimizer.zero_grad()` after `sum_gradients` or `scaler.unscale_`, before "
+                "the next backward."
+            )
+
+    if parameter.is_leaf and parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(check)
+
+
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = current_replica_context()
+    plain = resolve(optimizer)
+    strategy = owner(plain)
+    if context is None or context.num_replicas_in_sync == 1:
+        if strategy is not None and strategy.num_replicas_in_sync > 1:
+            raise RuntimeError(
+                f"{type(plain).__name__}.step() was called outside `run` of the {type(strategy).__name__} that the "
+                "optimizer was made in, so the gradients of its replicas could not be summed. Call it inside the "
+                "function that you give to `strategy.run`."
+            )
+        return None
+    context.check_optimizer(plain)
+    context.step_depth += 1
+    context.sum_gradients(plain)
+    return _with_summed_closure(context, plain, args, kwargs)
+
+
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    context = current_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return
+    context.step_depth -= 1
+    if context.step_depth == 0:  # wrappers such as SAM step inside their own step
+        for parameter in optimizer_parameters(resolve(optimizer)):
+            unmark(parameter)
+
+
+def _with_summed_closure(
+    context: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Sum after each call of a closure; its loss becomes the sum over replicas, so that line searches agree."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    def summed() -> Any:
+        for parameter in optimizer_parameters(optimizer):
+            unmark(parameter)
+        loss = closure()
+        context.sum_gradients(optimizer)
+        return context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": summed}
+    return (args[0], summed, *args[2:]), kwargs
+
+
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    for parameter in optimizer_parameters(optimizer):
+        unmark(parameter)
+    type(optimizer).zero_grad(optimizer, set_to_none)
+
+
+class _SummingScaler:
+    """Mixed in before a ``GradScaler`` class."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        _sum_here(optimizer)
+        super().unscale_(optimizer)  # type: ignore[misc]
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _sum_here(optimizer)
+        self._note(optimizer)
+        return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)  # type: ignore[misc]
+        for optimizer in self.__dict__.pop("_ts_stepped", []):  # a skipped step leaves its marks
+            for parameter in optimizer_parameters(resolve(optimizer)):
+                unmark(parameter)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        self.__dict__.setdefault("_ts_stepped", []).append(optimizer)
+
+
+def _sum_here(optimizer: Optimizer) -> None:
+    context = current_replica_context()
+    if context is not None and context.num_replicas_in_sync > 1:
+        context.sum_gradients(optimizer)
+
+
+@functools.cache
+def _summing_class(cls: type) -> type:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_SummingScaler, cls), names)

@@ -1,0 +1,152 @@
+"""Enums and frozen option classes that users pass to strategies."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "InputOptions",
+    "InputReplicationMode",
+    "ReduceOp",
+    "RunOptions",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, value: object) -> ReduceOp:
+        """Return the member for a member or its name in any letter case.
+
+        Args:
+            value: a ``ReduceOp`` or a string such as ``"sum"``.
+
+        Returns:
+            The member.
+
+        Raises:
+            ValueError: ``value`` names no member.
+            TypeError: ``value`` is neither a member nor a string.
+
+        Example:
+            >>> ts.ReduceOp.parse("sum")
+            <ReduceOp.SUM: 'SUM'>
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            try:
+                return cls[value.upper()]
+            except KeyError:
+                raise ValueError(f"{value!r} is not a valid ReduceOp. Expected 'SUM' or 'MEAN'.") from None
+        raise TypeError(f"A reduce op must be a ReduceOp or a string, 'SUM' or 'MEAN'. Received: {value!r}")
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which backend carries collectives between processes: ``RING`` is gloo."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How collectives between processes are carried out.
+
+    Args:
+        bytes_per_pack: upper size in bytes of one gradient bucket; 0 chooses 32 MiB.
+        timeout_seconds: seconds after which a collective that not all ranks have joined fails; ``None`` means 1800.
+        implementation: the backend; ``AUTO`` takes NCCL where all devices are GPUs and gloo otherwise.
+
+    Raises:
+        ValueError: ``bytes_per_pack`` is negative or ``timeout_seconds`` is not positive.
+
+    Example:
+        >>> ts.experimental.CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
+        1048576
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(f"bytes_per_pack must be 0 or positive. Received: {self.bytes_per_pack}")
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be positive or None. Received: {self.timeout_seconds}")
+        if not isinstance(self.implementation, CommunicationImplementation):
+            raise ValueError(
+                "implementation must be a CommunicationImplementation (AUTO, RING or NCCL). "
+                f"Received: {self.implementation!r}"
+            )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size in bytes at which a gradient bucket is closed."""
+        return self.bytes_per_pack or 32 << 20
+
+
+class InputReplicationMode(enum.Enum):
+    """Whether a dataset function is called once per worker or once per replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset feeds the replicas.
+
+    Args:
+        experimental_fetch_to_device: move elements to the replicas' devices; ``None`` means yes.
+        experimental_replication_mode: once per worker (the default) or once per replica.
+        experimental_place_dataset_on_device: keep the dataset itself on the device; only with ``PER_REPLICA``.
+        experimental_per_replica_buffer_size: elements prefetched for each replica.
+
+    Raises:
+        ValueError: ``experimental_per_replica_buffer_size`` is not positive.
+
+    Example:
+        >>> ts.InputOptions(experimental_per_replica_buffer_size=2).experimental_per_replica_buffer_size
+        2
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.experimental_fetch_to_device is None:
+            object.__setattr__(self, "experimental_fetch_to_device", True)
+        if self.experimental_per_replica_buffer_size < 1:
+            raise ValueError(
+                "experimental_per_replica_buffer_size must be at least 1. "
+                f"Received: {self.experimental_per_replica_buffer_size}"
+            )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of ``Strategy.run``; they have a meaning on TPUs only and are ignored elsewhere.
+
+    Args:
+        experimental_enable_dynamic_batch_size: allow batches of differing sizes.
+        experimental_bucketizing_dynamic_shape: pad dynamic shapes to buckets.
+
+    Example:
+        >>> ts.RunOptions().experimental_enable_dynamic_batch_size
+        True
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False

@@ -1,0 +1,378 @@
+"""``ReplicaContext``: what the replica function can ask and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchstrategy import tree
+from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
+from torchstrategy.collectives.call_site import call_site
+from torchstrategy.collectives.reductions import check_gather_axis, gather, gather_sizes
+from torchstrategy.context import current_frame
+from torchstrategy.devices import tensor_device
+from torchstrategy.gradients import GradientSum, mark, optimizer_parameters
+from torchstrategy.options import ReduceOp
+from torchstrategy.replicas.mirrored import resolve
+from torchstrategy.replicas.record import owner
+from torchstrategy.replicas.runner import MergeRequest
+from torchstrategy.values import BatchShares, get_shares, regroup, select_replica
+
+if TYPE_CHECKING:
+    from torchstrategy.strategy import Strategy
+
+__all__ = ["ReplicaContext"]
+
+
+class ReplicaContext:
+    """One replica's view of a call of ``Strategy.run``; get it with ``ts.get_replica_context()``.
+
+    Args:
+        strategy: the strategy that runs the replica.
+        replica_id: the replica's id among all replicas in sync.
+        local_id: its position among this process's replicas.
+        inputs: what the replica function was called with; its batches carry how they were split.
+
+    Example:
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def fn():
+        ...     context = ts.get_replica_context()
+        ...     return context.all_reduce("sum", torch.tensor(context.replica_id_in_sync_group + 1.0))
+        >>> strategy.experimental_local_results(strategy.run(fn))
+        (tensor(3.), tensor(3.))
+    """
+
+    def __init__(self, strategy: Strategy, replica_id: int, local_id: int, inputs: Any = ()) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id
+        self.local_id = local_id
+        self._inputs = inputs
+        #: How many optimizer steps are in progress, one inside the other.
+        self.step_depth = 0
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's id, from 0 to ``num_replicas_in_sync - 1``; a Python int (in tf a tensor)."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose gradients are summed."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """This replica's device, as a tuple of one name."""
+        return (str(self._strategy.placement.devices[self.local_id]),)
+
+    @property
+    def batch_shares(self) -> BatchShares | None:
+        """How the batch that this replica function was called with was split, if all its batches agree."""
+        found = self._all_shares(self._inputs)
+        return found[0] if len(found) == 1 else None
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:  # noqa: ARG002 - as in tf
+        """Combine a value over all replicas; every replica gets the result. Replica context only.
+
+        Differentiable: the gradient is that of the sum of all replicas' losses, so all replicas must run the backward.
+
+        Args:
+            reduce_op: SUM or MEAN, or a string in any letter case; the mean of integers is float64.
+            value: a tensor or nested structure of tensors with equal shapes on all replicas.
+            options: accepted as in tf; has no effect.
+
+        Returns:
+            The same structure.
+
+        Raises:
+            ValueError: ``reduce_op`` is unknown, or a leaf is not a tensor.
+            InvalidArgumentError: shapes or dtypes differ between replicas, or the dtype is bool.
+            RuntimeError: called outside this replica's function.
+
+        Example:
+            >>> ts.MirroredStrategy(["cpu:0"]).run(lambda: ts.get_replica_context().all_reduce("mean", torch.ones(2)))
+            tensor([1., 1.])
+        """
+        op = ReduceOp.parse(reduce_op)
+        self._check_active("all_reduce")
+        tensors, spec = self._tensors(value, "all_reduce")
+        if self.num_replicas_in_sync == 1:
+            return value
+        operation = f"all_reduce({op.name})"
+        # Autograd calls this again, later and maybe on another thread.
+        results = differentiable_all_reduce(lambda values: self._all_reduce(op, values, operation), tensors)
+        return spec.unflatten(list(results))
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:  # noqa: ARG002 - as in tf
+        """Concatenate a value of all replicas in the order of replicas. Replica context only; differentiable.
+
+        Args:
+            value: a tensor or nested structure of tensors; sizes along ``axis`` may differ between replicas.
+            axis: the axis to concatenate on, from 0.
+            options: accepted as in tf; has no effect.
+
+        Returns:
+            The same structure; each leaf has the sum of the replicas' sizes along ``axis``.
+
+        Raises:
+            TypeError: a leaf is not a tensor; with one replica, nothing is checked and the value returned.
+            ValueError: a leaf is a scalar, or ``axis`` is negative or out of range.
+            InvalidArgumentError: shapes differ in another dimension, or dtypes differ.
+            RuntimeError: called outside this replica's function.
+
+        Example:
+            >>> ts.MirroredStrategy(["cpu:0"]).run(lambda: ts.get_replica_context().all_gather(torch.ones(2), axis=0))
+            tensor([1., 1.])
+        """
+        self._check_active("all_gather")
+        if self.num_replicas_in_sync == 1:
+            return value
+        leaves, spec = tree.flatten(value)
+        for leaf in leaves:
+            axis = check_gather_axis(axis, leaf)
+        results = differentiable_all_gather(
+            lambda values: self._all_gather(values, axis),
+            lambda values: self._all_reduce(ReduceOp.SUM, values, "the gradient of all_gather"),
+            axis,
+            leaves,
+        )
+        return spec.unflatten(list(results))
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Stop all replicas and call a function once, in cross-replica context.
+
+        Args:
+            merge_fn: called as ``merge_fn(strategy, *args, **kwargs)``; values that differ between this process's
+                replicas arrive as ``PerReplica``. With one replica a process each process calls it with its own.
+            args: positional arguments after the strategy.
+            kwargs: keyword arguments.
+
+        Returns:
+            What ``merge_fn`` returns; of a ``PerReplica`` each replica gets its own value.
+
+        Raises:
+            RuntimeError: called outside this replica's function.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def fn():
+            ...     context = ts.get_replica_context()
+            ...     return context.merge_call(lambda s, x: s.reduce("sum", x), args=(torch.tensor(1.0),))
+            >>> strategy.experimental_local_results(strategy.run(fn))
+            (tensor(2.), tensor(2.))
+        """
+        self._check_active("merge_call")
+
+        def merge(payloads: list[Any]) -> list[Any]:
+            fn = payloads[0][0]
+            all_args, all_kwargs = regroup([(tuple(p[1]), dict(p[2])) for p in payloads])
+            result = fn(self._strategy, *all_args, **all_kwargs)
+            return [select_replica(i, result) for i in range(len(payloads))]
+
+        return self._meet(MergeRequest("merge_call", merge, (merge_fn, tuple(args), dict(kwargs or {}))))
+
+    def sum_gradients(self, optimizer: Optimizer) -> None:
+        """Sum the gradients of an optimizer's parameters over replicas now, instead of at ``optimizer.step()``.
+
+        Call it before clipping by global norm or logging gradient norms. ``optimizer.step()`` then does not sum again.
+        Replica context only; every replica must call it.
+
+        Args:
+            optimizer: an optimizer made in the strategy's scope.
+
+        Raises:
+            RuntimeError: the optimizer's parameters were not made in the scope, or replicas disagree.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(1, 1)
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> def fn():
+            ...     model(torch.ones(1, 1)).sum().backward()
+            ...     ts.get_replica_context().sum_gradients(optimizer)
+            ...     return model.bias.grad
+            >>> strategy.experimental_local_results(strategy.run(fn))
+            (tensor([2.]), tensor([2.]))
+        """
+        self._check_active("sum_gradients")
+        plain = resolve(optimizer)
+        if self.num_replicas_in_sync == 1:
+            return
+        self.check_optimizer(plain)
+        shares = self.batch_shares
+        had_examples = shares is None or shares.shares[self._replica_id] > 0
+        payload = GradientSum(optimizer_parameters(plain), had_examples)
+        self._meet(MergeRequest("the sum of gradients", self._strategy.gradient_summer, payload))
+
+    def mark_summed(self, optimizer: Optimizer) -> None:
+        """Say that the present gradients are already the sum over replicas, so that ``step()`` does not sum them.
+
+        This is tf's ``skip_gradients_aggregation=True``, for programs that all-reduce gradients by hand.
+
+        Args:
+            optimizer: the optimizer whose gradients are meant.
+
+        Raises:
+            RuntimeError: called outside this replica's function.
+
+        Example:
+            >>> def step(context, optimizer):
+            ...     for parameter in optimizer.param_groups[0]["params"]:
+            ...         parameter.grad = context.all_reduce("sum", parameter.grad)
+            ...     context.mark_summed(optimizer)
+            ...     optimizer.step()
+        """
+        self._check_active("mark_summed")
+        if self.num_replicas_in_sync > 1:
+            for parameter in optimizer_parameters(resolve(optimizer)):
+                mark(parameter)
+
+    def actual_batch_size(self, x: Any = None) -> Tensor:
+        """Return how many examples the global batch has over all replicas; never communicates.
+
+        Args:
+            x: the batch (a tensor or nested structure) that is meant; ``None`` means what the replica function was
+                called with.
+
+        Returns:
+            A 0-d int64 tensor on the replica's device.
+
+        Raises:
+            RuntimeError: there is more than one replica, and no argument is a batch of a distributed dataset, or the
+                arguments are batches that were split differently.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> dataset = strategy.experimental_distribute_dataset(torch.arange(5.0), batch_size=3)
+            >>> def fn(x):
+            ...     return ts.get_replica_context().actual_batch_size()
+            >>> [int(strategy.experimental_local_results(strategy.run(fn, args=(x,)))[0]) for x in dataset]
+            [3, 2]
+        """
+        found = self._all_shares(self._inputs if x is None else x)
+        device = tensor_device(self._strategy.placement.devices[self.local_id])
+        if len(found) == 1:
+            return torch.tensor(found[0].total, device=device)
+        remedy = 'Or count yourself: `global_batch_size=ctx.all_reduce("sum", torch.tensor(my_count))`.'
+        if found:
+            raise RuntimeError(
+                f"The arguments of the replica function are batches that were split differently: "
+                f"{[s.shares for s in found]}. Say which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
+            )
+        if self.num_replicas_in_sync == 1:
+            sizes = [leaf.shape[0] for leaf in tree.all_leaves(self._inputs if x is None else x)
+                     if isinstance(leaf, Tensor) and leaf.dim()]  # fmt: skip
+            if sizes:
+                return torch.tensor(sizes[0], device=device)
+        raise RuntimeError(
+            "The actual batch size is not known: no argument of the replica function is a batch of a distributed "
+            "dataset (a tensor computed from one does not count). Pass the batch itself to `strategy.run`, or say "
+            f"which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
+        )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose gradients this replica can't sum.
+
+        Args:
+            optimizer: a plain optimizer, not a facade.
+
+        Raises:
+            RuntimeError: its parameters were not made in the strategy's scope.
+        """
+        parameters = optimizer_parameters(optimizer)
+        if not all(id(parameter) in self._strategy.owned_parameters(self.local_id) for parameter in parameters):
+            self._strategy.refresh_owned()
+        owned = self._strategy.owned_parameters(self.local_id)
+        for parameter in parameters:
+            if id(parameter) not in owned:
+                made_by = owner(optimizer)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} updates a parameter (shape {tuple(parameter.shape)}) that does not "
+                    f"belong to this replica of {type(self._strategy).__name__}: the model, or an optimizer with "
+                    f"parameters of its own, was {'changed after it was' if made_by else 'not'} made in "
+                    "`strategy.scope()`. Make the model and the optimizer inside `with strategy.scope():`; a bare "
+                    "nn.Parameter must be part of a module."
+                )
+
+    def _meet(self, request: MergeRequest) -> Any:
+        return self._strategy.hosting.meet(self.local_id, request)
+
+    def _all_reduce(self, op: ReduceOp, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
+        self._check_active(operation)
+        strategy = self._strategy
+
+        def merge(payloads: list[Sequence[Tensor]]) -> list[list[Tensor]]:
+            with torch.no_grad():
+                _check_counts(payloads, operation)
+                columns = [list(column) for column in zip(*payloads, strict=True)]
+                rows = strategy.all_reduce_columns(op, columns, operation)
+            return [[row[i] for row in rows] for i in range(len(payloads))]
+
+        return self._meet(MergeRequest(operation, merge, [tensor.detach() for tensor in tensors]))  # type: ignore[no-any-return]
+
+    def _all_gather(self, tensors: Sequence[Tensor], axis: int) -> tuple[list[Tensor], list[int]]:
+        strategy = self._strategy
+        replica_id = self._replica_id
+
+        def merge(payloads: list[Sequence[Tensor]]) -> list[Any]:
+            _check_counts(payloads, "all_gather")
+            with torch.no_grad():
+                columns = list(zip(*payloads, strict=True))
+                gathered = [gather(column, axis, strategy.workers, "all_gather") for column in columns]
+                sizes = [
+                    gather_sizes([tensor.shape[axis] for tensor in column], strategy.workers, "all_gather")
+                    for column in columns
+                ]
+            devices = strategy.placement.devices
+            return [
+                ([value.to(tensor_device(device), copy=len(devices) > 1) for value in gathered], sizes)
+                for device in devices
+            ]
+
+        own, sizes = self._meet(MergeRequest("all_gather", merge, [tensor.detach() for tensor in tensors]))
+        return own, [sum(row[:replica_id]) for row in sizes]
+
+    def _tensors(self, value: Any, operation: str) -> tuple[list[Tensor], Any]:
+        leaves, spec = tree.flatten(value)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise ValueError(f"{operation} takes tensors, or nested structures of tensors. Received: {leaf!r}. "
+                                 "Convert numbers with `torch.tensor(...)`.")  # fmt: skip
+        return leaves, spec
+
+    def _all_shares(self, structure: Any) -> list[BatchShares]:
+        found: dict[BatchShares, None] = {}
+        for leaf in tree.all_leaves(structure):
+            shares = get_shares(leaf)
+            if shares is not None:
+                found[shares] = None
+        return list(found)
+
+    def _check_active(self, operation: str) -> None:
+        frame = current_frame()
+        # In the backward pass on an accelerator, autograd's thread has no context of its own.
+        active = self._strategy.is_running(self) if frame is None else frame.replica_context is self
+        if not active:
+            raise RuntimeError(
+                f"{operation} was called through the context of replica {self._replica_id} of "
+                f"{type(self._strategy).__name__}, but that replica's function is not running here. Get the context "
+                f"with `ts.get_replica_context()` inside the function that calls it (at {call_site()})."
+            )
+
+
+def _check_counts(payloads: Sequence[Sequence[Tensor]], operation: str) -> None:
+    counts = [len(payload) for payload in payloads]
+    if len(set(counts)) > 1:
+        raise ValueError(f"{operation}: the replicas bring different numbers of tensors: {counts}")

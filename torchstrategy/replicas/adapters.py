@@ -1,0 +1,111 @@
+"""Methods that mean something else in cross-replica context, by class: a metric's ``compute`` is over all replicas."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "OutsideCall",
+    "OutsideMethod",
+    "is_a",
+    "outside_methods",
+    "prepare_body",
+    "register_outside_method",
+    "register_preparation",
+]
+
+OutsideMethod = Callable[..., Any]
+
+_methods: dict[str, dict[str, OutsideMethod]] = {}
+_preparations: dict[str, Callable[[Any, int], None]] = {}
+
+
+class _Active(threading.local):
+    value = False
+
+
+#: Whether an outside method is running on this thread.
+_active = _Active()
+
+
+def register_outside_method(class_name: str, method: str, fn: OutsideMethod) -> None:
+    """Call ``fn(strategy, bodies, *args, **kwargs)`` for ``method`` on a recorded object in cross-replica context.
+
+    Args:
+        class_name: ``module.Class``; subclasses count. A name, so that nothing need be imported.
+        method: the method's name.
+        fn: gets the strategy and this process's objects, one for each replica, whose methods are the plain ones.
+    """
+    _methods.setdefault(class_name, {})[method] = fn
+
+
+def outside_methods(cls: type) -> dict[str, OutsideMethod]:
+    """Return the registered methods of a class and its bases; a subclass's registration wins."""
+    methods: dict[str, OutsideMethod] = {}
+    for base in reversed(cls.__mro__):
+        methods.update(_methods.get(f"{base.__module__}.{base.__qualname__}", {}))
+    return methods
+
+
+def register_preparation(class_name: str, fn: Callable[[Any, int], None]) -> None:
+    """Call ``fn(body, local_id)`` once for each replica's object before its first run.
+
+    Args:
+        class_name: ``module.Class``; subclasses count.
+        fn: gets a plain object and its replica's position in this process.
+    """
+    _preparations[class_name] = fn
+
+
+def prepare_body(body: Any, local_id: int) -> None:
+    """Make the registered preparations of one replica's object."""
+    for base in type(body).__mro__:
+        fn = _preparations.get(f"{base.__module__}.{base.__qualname__}")
+        if fn is not None:
+            fn(body, local_id)
+
+
+class OutsideCall:
+    """Stands for a method of a process's only replica and tells by the context which one is meant.
+
+    Copies of the object, and pickles, have the plain method.
+
+    Args:
+        strategy: the strategy that recorded the object.
+        obj: the object.
+        name: the method's name.
+        method: what it is in cross-replica context.
+    """
+
+    def __init__(self, strategy: Any, obj: Any, name: str, method: OutsideMethod) -> None:
+        self._strategy = strategy
+        self._obj = weakref.ref(obj)
+        self._name = name
+        self._method = method
+        self._plain = getattr(obj, name)
+        functools.update_wrapper(self, self._plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the plain method in replica context or from an outside method, else the outside method."""
+        if _active.value or self._strategy.in_replica_context():
+            return self._plain(*args, **kwargs)
+        _active.value = True
+        try:
+            return self._method(self._strategy, (self._obj(),), *args, **kwargs)
+        finally:
+            _active.value = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(memo[id(self._obj())], self._name)  # the copy has no state yet: this is its class's method
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._obj(), self._name)
+
+
+def is_a(value: object, class_name: str) -> bool:
+    """``isinstance`` by the class's full name, without importing it."""
+    return any(f"{base.__module__}.{base.__qualname__}" == class_name for base in type(value).__mro__)

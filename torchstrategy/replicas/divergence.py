@@ -1,0 +1,98 @@
+"""Looks for what replicas must not do to each other's tensors, in the first runs and every ``check_every`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy.errors import DivergenceError
+from torchstrategy.replicas.clone import Slot
+
+__all__ = ["DivergenceCheck"]
+
+_RELATIVE_TOLERANCE = 1e-4
+
+
+class DivergenceCheck:
+    """Compares the replicas' tensors around each turn and at the end of a run.
+
+    Args:
+        check_every: number of runs between two checks; the first two runs are always checked.
+        name: says which replica a local id is.
+    """
+
+    def __init__(self, check_every: int, name: Callable[[int], str]) -> None:
+        self._check_every = check_every
+        self._name = name
+        self._runs = 0
+        self._before: list[list[Any]] = []
+        self._slots: list[Slot] = []
+        self.active = False
+
+    def begin(self, slots: list[Slot]) -> None:
+        """Start a run."""
+        self._runs += 1
+        self.active = self._runs <= 2 or self._runs % self._check_every == 0
+        self._slots = slots if self.active else []
+
+    def on_turn(self, local_id: int, starts: bool) -> None:
+        """Check that a turn changes nothing of the other replicas.
+
+        Raises:
+            DivergenceError: it does; the message names the tensor.
+        """
+        if starts:
+            self._before = [_fingerprint(dicts, name) for dicts, name in self._slots]
+            return
+        for (dicts, name), before in zip(self._slots, self._before, strict=True):
+            for other, (was, now) in enumerate(zip(before, _fingerprint(dicts, name), strict=True)):
+                if other != local_id and was != now:
+                    what = "gradient" if was[:3] == now[:3] else "value"
+                    tensor = dicts[other][name]
+                    raise DivergenceError(
+                        f"{self._name(local_id)} changed the {what} of {self._name(other)}'s tensor {name!r} (shape "
+                        f"{tuple(tensor.shape)}). A list of parameters that was made outside `run`, such as "
+                        "`params = list(model.parameters())`, belongs to replica 0: take it from the model inside the "
+                        "replica function."
+                    )
+
+    def end(self) -> None:
+        """Check that all replicas have equal parameters.
+
+        Raises:
+            DivergenceError: they have not; the message names the parameter and by how much it differs.
+        """
+        for dicts, name in self._slots:
+            first = dicts[0].get(name)
+            if not isinstance(first, torch.nn.Parameter):
+                continue
+            for other, own in enumerate(dicts[1:], 1):
+                _compare(first, own[name], name, self._name(0), self._name(other))
+
+
+def _fingerprint(dicts: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return [_state(own.get(name)) for own in dicts]
+
+
+def _state(tensor: Tensor | None) -> tuple[Any, ...]:
+    if tensor is None or tensor.is_inference():
+        return (None,)
+    grad = tensor.grad if tensor.is_leaf else None
+    return (id(tensor), tensor._version, tensor.data_ptr(), id(grad), None if grad is None else grad._version)
+
+
+def _compare(first: Tensor, other: Tensor, name: str, first_name: str, other_name: str) -> None:
+    a, b = first.detach(), other.detach().to(first.device)
+    if a.shape == b.shape and torch.equal(a, b):
+        return
+    if a.shape == b.shape and torch.allclose(a, b, rtol=_RELATIVE_TOLERANCE, atol=1e-7, equal_nan=True):
+        return
+    difference = float((a - b).abs().max()) if a.shape == b.shape else float("inf")
+    raise DivergenceError(
+        f"After the run, parameter {name!r} (shape {tuple(a.shape)}) differs between {first_name} and {other_name} by "
+        f"up to {difference:.3g}. Every replica must apply the same update: use `optimizer.step()`, which sums the "
+        "gradients, and do not change parameters by values that differ between replicas."
+    )

@@ -1,0 +1,359 @@
+"""Where replica functions run: in the caller's thread (one replica a process) or on one thread for each replica."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _python_dispatch
+
+from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.context import Frame, pop_frame, push_frame
+from torchstrategy.devices import Placement, tensor_device
+from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
+from torchstrategy.replicas.clone import ReplicaSet, Slot, check_can_be_copied
+from torchstrategy.replicas.divergence import DivergenceCheck
+from torchstrategy.replicas.random import RandomStreams
+from torchstrategy.replicas.record import Record
+from torchstrategy.replicas.runner import MergeRequest, Runner
+
+__all__ = ["DirectHosting", "Hosting", "ThreadedHosting", "on_device"]
+
+_DEVICE_CONTEXT = "DeviceContext"
+
+
+class Hosting(Protocol):
+    """What a strategy needs of the place where its replicas run."""
+
+    def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` for each local replica and return the results."""
+
+    def meet(self, local_id: int, request: MergeRequest) -> Any:
+        """Meet the other local replicas; called in a replica function."""
+
+    def adopt_new(self) -> None:
+        """Take up what scopes have recorded since the last call."""
+
+    def slots(self) -> list[Slot]:
+        """Return where every parameter and buffer of the recorded modules lives, on each local replica."""
+
+    def counterpart(self, local_id: int, obj: Any) -> Any:
+        """Return a replica's counterpart of a user's object or tensor; the object itself if it has none."""
+
+    def original(self, obj: Any) -> Any:
+        """Return the user's object that has this counterpart, or ``None``."""
+
+
+class DirectHosting:
+    """One replica in this process: the caller's thread, the user's own objects.
+
+    Args:
+        strategy: the strategy.
+        placement: where its replicas are.
+        workers: the processes; ``None`` if there is only this one.
+        record: what the strategy's scopes recorded.
+        prepare: called once with each recorded object that is not a module.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        placement: Placement,
+        workers: WorkerGroup | None,
+        record: Record,
+        prepare: Callable[[Any], None],
+    ) -> None:
+        self._strategy = strategy
+        self._workers = workers
+        self._record = record
+        self._prepare = prepare
+        self._device = placement.devices[0]
+        self._streams = RandomStreams(placement.local_replica_ids) if workers is not None else None
+        self._slots: list[Slot] | None = None
+
+    def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        (frame,), ((args, kwargs),) = frames, calls
+        start = None
+        if self._streams is not None:
+            self._streams.begin()
+            start = self._streams.program_state
+            self._streams.enter(0)
+        push_frame(frame)
+        try:
+            with on_device(self._device):
+                return [fn(*args, **kwargs)]
+        finally:
+            pop_frame(frame)
+            if self._streams is not None:
+                self._streams.leave(0)
+                self._streams.end(start)
+
+    def meet(self, local_id: int, request: MergeRequest) -> Any:
+        frame = Frame(self._strategy, None)
+        push_frame(frame)
+        try:
+            return request.fn([request.payload])[0]
+        finally:
+            pop_frame(frame)
+
+    def adopt_new(self) -> None:
+        if not self._record.has_new:
+            return
+        new = self._record.take_new()
+        self._slots = None
+        for obj in new:
+            if not isinstance(obj, nn.Module):
+                self._prepare(obj)
+        if self._workers is None:
+            return
+        for obj in new:
+            check_can_be_copied(obj)
+            prepare_body(obj, 0)
+            for name, method in outside_methods(type(obj)).items():
+                obj.__dict__[name] = OutsideCall(self._strategy, obj, name, method)
+        tensors = _state_tensors(new)
+        with torch.no_grad():
+            self._workers.broadcast(tensors, "taking the initial values from the chief")
+
+    def slots(self) -> list[Slot]:
+        if self._slots is None:
+            self._slots = self._find_slots()
+        return self._slots
+
+    def counterpart(self, local_id: int, obj: Any) -> Any:
+        return obj
+
+    def original(self, obj: Any) -> Any:
+        return None
+
+    def _find_slots(self) -> list[Slot]:
+        found: list[Slot] = []
+        seen: set[int] = set()
+        for obj in self._record:
+            if not isinstance(obj, nn.Module):
+                continue
+            for module in obj.modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    for own in (module._parameters, module._buffers):
+                        found.extend(((own,), name) for name, value in own.items() if value is not None)
+        return found
+
+
+class ThreadedHosting:
+    """Several replicas in this process, each with copies of the recorded objects and a thread of its own.
+
+    Args:
+        strategy: the strategy.
+        placement: where its replicas are.
+        workers: the processes; ``None`` if there is only this one.
+        record: what the strategy's scopes recorded.
+        prepare: called once with each replica's copy of an object that is not a module.
+        concurrent: run the replicas at the same time instead of in turns.
+        check_every: number of runs between two checks for divergence.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        placement: Placement,
+        workers: WorkerGroup | None,
+        record: Record,
+        prepare: Callable[[Any], None],
+        concurrent: bool,
+        check_every: int,
+    ) -> None:
+        self._strategy = strategy
+        self._placement = placement
+        self._workers = workers
+        self._record = record
+        self._concurrent = concurrent
+        self._set = ReplicaSet(strategy, placement.devices, record, prepare)
+        self._streams = RandomStreams(placement.local_replica_ids)
+        self._check = DivergenceCheck(check_every, self._name)
+        self._runners: list[Runner] = []
+        self._depth = 0
+        self._lock = threading.RLock()
+
+    def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "Another thread is inside `run` of this strategy. Call `run` from one thread at a time."
+            )
+        try:
+            _refuse_modes()
+            carry = _caller_modes()
+            tasks = [
+                functools.partial(self._call, frame, device, carry, fn, args, kwargs)
+                for frame, device, (args, kwargs) in zip(frames, self._placement.devices, calls, strict=True)
+            ]
+            return self._run_tasks(tasks)
+        finally:
+            self._lock.release()
+
+    def meet(self, local_id: int, request: MergeRequest) -> Any:
+        return self._runners[self._depth - 1].merge(local_id, request)
+
+    def adopt_new(self) -> None:
+        if not self._record.has_new:
+            return
+        new = self._record.take_new()
+        try:
+            if self._workers is not None:
+                with torch.no_grad():
+                    self._workers.broadcast(_state_tensors(new), "taking the initial values from the chief")
+            self._set.adopt(new)
+        except BaseException:
+            for obj in new:
+                self._record.put_back(obj)
+            raise
+
+    def slots(self) -> list[Slot]:
+        return self._set.slots()
+
+    def counterpart(self, local_id: int, obj: Any) -> Any:
+        return self._set.counterpart(local_id, obj)
+
+    def original(self, obj: Any) -> Any:
+        return self._set.original(obj)
+
+    def running(self) -> int | None:
+        """Return the local id of the replica whose turn it is, or ``None``."""
+        return self._runners[self._depth - 1].current if self._depth else None
+
+    def _run_tasks(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        outermost = self._depth == 0
+        if len(self._runners) == self._depth:
+            self._runners.append(Runner(len(tasks), self._concurrent, self._on_turn))
+        runner = self._runners[self._depth]
+        start = None
+        if outermost:
+            self._set.before_run()
+            self._check.begin(self._set.slots())
+            self._streams.begin()
+            start = self._streams.program_state
+        self._depth += 1
+        try:
+            results = runner.run(tasks, self._name)
+        finally:
+            self._depth -= 1
+            if outermost:
+                self._streams.end(start)
+                self._set.after_run()
+        if outermost and self._check.active:
+            self._check.end()
+        return results
+
+    def _on_turn(self, local_id: int, starts: bool) -> None:
+        if starts:
+            if self._check.active:
+                self._check.on_turn(local_id, True)
+            self._streams.enter(local_id)
+        else:
+            self._streams.leave(local_id)
+            if self._check.active:
+                self._check.on_turn(local_id, False)
+
+    def _call(
+        self,
+        frame: Frame,
+        device: torch.device,
+        carry: _CallerModes,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        push_frame(frame)
+        try:
+            share = max(1, carry.num_threads // len(self._placement.devices)) if self._concurrent else carry.num_threads
+            if torch.get_num_threads() != share:
+                torch.set_num_threads(share)
+            with carry.entered(), on_device(device):
+                return fn(*args, **kwargs)
+        finally:
+            pop_frame(frame)
+
+    def _name(self, local_id: int) -> str:
+        return f"replica {self._placement.first_replica + local_id} on {self._placement.devices[local_id]}"
+
+
+class _CallerModes:
+    """Grad mode, inference mode, autocast and thread count of the thread that calls ``run``."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.num_threads = torch.get_num_threads()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        if self.grad and not self.inference and not self.autocast:
+            yield  # a fresh thread is like this
+            return
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if not self.grad:
+                stack.enter_context(torch.no_grad())
+            for kind, dtype, cache in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            yield
+
+
+def _caller_modes() -> _CallerModes:
+    return _CallerModes()
+
+
+@contextlib.contextmanager
+def _entered_device(device: torch.device) -> Iterator[None]:
+    with torch.device(device):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield
+
+
+def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Make a replica's device the default one; nothing to do where it is the CPU and the default is, too."""
+    if device is None:
+        return contextlib.nullcontext()
+    to = tensor_device(device)
+    if to == torch.get_default_device():
+        return contextlib.nullcontext()
+    return _entered_device(to)
+
+
+def _refuse_modes() -> None:
+    """Refuse function and dispatch modes of the caller: they would silently not apply on the replicas' threads."""
+    modes = [
+        type(mode).__name__
+        for mode in torch.overrides._get_current_function_mode_stack()
+        if type(mode).__name__ != _DEVICE_CONTEXT
+    ]
+    modes += [type(mode).__name__ for mode in _python_dispatch._get_current_dispatch_mode_stack()]
+    if modes:
+        raise RuntimeError(
+            f"`run` was called inside {', '.join(modes)}, which would not apply to the replicas' threads. Enter it "
+            "inside the replica function instead."
+        )
+
+
+def _state_tensors(objects: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of modules, each once."""
+    tensors: dict[int, torch.Tensor] = {}
+    for obj in objects:
+        if isinstance(obj, nn.Module):
+            for tensor in [*obj.parameters(), *obj.buffers()]:
+                tensors.setdefault(id(tensor), tensor)
+    return list(tensors.values())

@@ -1,0 +1,207 @@
+"""What torchmetrics metrics have accumulated, over all replicas.
+
+Works by torchmetrics' own bookkeeping (``_defaults``, ``_reductions``, ``_update_count``) and does not import it. Only
+copies are written to: the replicas' metrics go on accumulating. Replicas that were never updated are left out, so
+that a mean or a stack over replicas does not contain default values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchstrategy import tree
+from torchstrategy.devices import tensor_device
+from torchstrategy.replicas.adapters import is_a
+
+__all__ = ["MetricState", "is_metric", "load_state", "merged_copy", "merged_states", "metrics_of"]
+
+_OPERATION = "merging of metric states"
+
+
+class MetricState(NamedTuple):
+    """What one metric holds.
+
+    Args:
+        num_updates: updates since the last reset.
+        values: a tensor or a list of tensors for each state's name.
+    """
+
+    num_updates: int
+    values: dict[str, Any]
+
+
+def is_metric(obj: object) -> bool:
+    """Say whether an object is a torchmetrics metric or a collection of them."""
+    return is_a(obj, "torchmetrics.metric.Metric") or is_a(obj, "torchmetrics.collections.MetricCollection")
+
+
+def metrics_of(body: Any) -> dict[str, Any]:
+    """Return the metrics that a metric, a collection or a wrapper consists of, by their module names."""
+    return {name: m for name, m in body.named_modules() if is_a(m, "torchmetrics.metric.Metric")}
+
+
+def merged_copy(strategy: Any, bodies: Sequence[Any]) -> Any:
+    """Return a copy of a metric that holds what all replicas accumulated, and computes without communicating.
+
+    Every process must call this at the same point.
+    """
+    states = merged_states(strategy, bodies)
+    merged = _copy_sharing_tensors(next((body for body in bodies if _num_updates(body)), bodies[0]))
+    for name, metric in metrics_of(merged).items():
+        load_state(metric, states[name])
+        metric.sync_on_compute = metric._to_sync = False
+    return merged
+
+
+def merged_states(strategy: Any, bodies: Sequence[Any], *, resumable: bool = False) -> dict[str, MetricState]:
+    """Return the states over all replicas, by the metrics' module names.
+
+    Every process must call this at the same point.
+
+    Args:
+        strategy: the metric's strategy; ``None`` merges the bodies only.
+        bodies: this process's plain metrics, one for each replica.
+        resumable: the states must be such that one replica can go on with them.
+
+    Raises:
+        ValueError: with ``resumable``, some can't: a metric combines its replicas' states only when it computes.
+    """
+    local = [{name: _read_state(metric) for name, metric in metrics_of(body).items()} for body in bodies]
+    replicas = local if strategy is None or strategy.workers is None else _gather(strategy, local)
+    metrics = metrics_of(bodies[0])
+    return {
+        name: _merge(metric, [states[name] for states in replicas], resumable=resumable)
+        for name, metric in metrics.items()
+    }
+
+
+def load_state(metric: Any, state: MetricState) -> None:
+    """Overwrite what one metric holds."""
+    metric._computed = metric._forward_cache = metric._cache = None
+    metric._is_synced = False
+    metric._update_count = state.num_updates
+    for key, value in state.values.items():
+        on_device = [t.to(metric.device) for t in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, key, on_device)
+
+
+def _read_state(metric: Any) -> MetricState:
+    values = {key: getattr(metric, key) for key in metric._defaults}
+    return MetricState(metric._update_count, {k: list(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _num_updates(body: Any) -> int:
+    return max((metric._update_count for metric in metrics_of(body).values()), default=0)
+
+
+def _merge(metric: Any, states: Sequence[MetricState], *, resumable: bool) -> MetricState:
+    updated = [state for state in states if state.num_updates] or states[:1]
+    if len(updated) == 1:
+        return updated[0]
+    reductions = metric._reductions
+    if resumable and any(r is None and isinstance(metric._defaults[key], Tensor) for key, r in reductions.items()):
+        raise ValueError(
+            f"The states of {len(updated)} replicas of a {type(metric).__name__} can't be stored as one replica's: the "
+            "metric combines them only when it computes. Call compute() and reset() before saving, or leave it out."
+        )
+    values = {key: _reduce(fn, [state.values[key] for state in updated]) for key, fn in reductions.items()}
+    return MetricState(sum(state.num_updates for state in updated), values)
+
+
+def _reduce(reduction: Callable[[Any], Any] | None, values: Sequence[Any]) -> Any:
+    is_cat = getattr(reduction, "__name__", None) == "dim_zero_cat"
+    if any(isinstance(value, list) for value in values):
+        joined = _same_device([item for value in values for item in (value if isinstance(value, list) else [value])])
+        # An unmerged metric holds a list here, and so may a merged one; an empty one can't be concatenated.
+        return joined if reduction is None or is_cat or not joined else reduction(joined)
+    tensors = _same_device(values)
+    if is_cat:
+        return torch.cat([t.reshape(1) if t.ndim == 0 else t for t in tensors])
+    stacked = torch.stack(tensors)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _same_device(items: Sequence[Any]) -> list[Any]:
+    device = next((item.device for item in items if isinstance(item, Tensor)), None)
+    return [item.to(device) if isinstance(item, Tensor) else item for item in items]
+
+
+def _copy_sharing_tensors(body: Any) -> Any:
+    """Deep-copy a metric without its tensors: a metric may hold a whole network, and results may carry a graph."""
+    shared: dict[int, Any] = {}
+    for metric in metrics_of(body).values():
+        held = (metric._computed, metric._forward_cache, *_read_state(metric).values.values())
+        tensors = [*metric.parameters(), *metric.buffers(), *tree.all_leaves(list(held))]
+        shared.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+    return copy.deepcopy(body, shared)
+
+
+def _gather(strategy: Any, local: Sequence[dict[str, MetricState]]) -> list[dict[str, MetricState]]:
+    """Return the states of every replica of every process, in the order of replica ids.
+
+    The layouts travel as one message and all tensors as one buffer of bytes, however many states there are.
+    """
+    tensors = [t for states in local for state in states.values() for t in _tensors_of(state)]
+    layout = [{name: _describe(state) for name, state in states.items()} for states in local]
+    layouts = strategy.workers.exchange(_OPERATION, layout)
+    device = tensor_device(strategy.placement.devices[0])
+    data = [t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *data])
+    buffers = strategy.workers.all_gather_tensors(packed, _OPERATION)
+    replicas = []
+    for process_layout, buffer in zip(layouts, buffers, strict=True):
+        reader = _Reader(buffer)
+        replicas += [{name: _rebuild(row, reader) for name, row in states.items()} for states in process_layout]
+    return replicas
+
+
+def _tensors_of(state: MetricState) -> list[Tensor]:
+    tensors = [item for value in state.values.values() for item in (value if isinstance(value, list) else [value])]
+    stranger = next((item for item in tensors if not isinstance(item, Tensor)), None)
+    if stranger is not None:
+        raise TypeError(
+            "A metric's states must be tensors to be merged over processes. Received a state that holds a "
+            f"{type(stranger).__name__}. Compute the metric inside strategy.run for this replica's own result."
+        )
+    return tensors
+
+
+def _describe(state: MetricState) -> list[Any]:
+    """Return what ``_rebuild`` needs, in a form that JSON can hold."""
+    return [state.num_updates, {key: _describe_value(value) for key, value in state.values.items()}]
+
+
+def _describe_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_describe_value(item) for item in value]
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+
+
+def _rebuild(row: Sequence[Any], reader: _Reader) -> MetricState:
+    values = {
+        key: [reader.take(**item) for item in value] if isinstance(value, list) else reader.take(**value)
+        for key, value in row[1].items()
+    }
+    return MetricState(row[0], values)
+
+
+class _Reader:
+    """Takes tensors out of a buffer of bytes, in the order in which they were put there."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._position = 0
+
+    def take(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        end = self._position + torch.Size(shape).numel() * torch_dtype.itemsize
+        data = self._buffer[
+            self._position : end
+        ].clone()  # a view of another dtype must start at a multiple of its size
+        self._position = end
+        return data.view(torch_dtype).reshape(shape)

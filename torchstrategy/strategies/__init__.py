@@ -1,0 +1,1 @@
+"""The strategies, one file each; a strategy never imports another one, except the default one's functions."""

@@ -1,0 +1,216 @@
+"""The default strategy (no distribution) and the functions that ask which strategy is current.
+
+``get_strategy()`` has a default answer, so it lives here; nothing below this layer calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
+from torchstrategy.data.context import InputContext
+from torchstrategy.devices import Placement
+from torchstrategy.errors import UnimplementedError
+from torchstrategy.options import InputOptions, InputReplicationMode, RunOptions
+from torchstrategy.replica_context import ReplicaContext
+from torchstrategy.replicas.record import start_recording, stop_recording
+from torchstrategy.scope import Scope
+from torchstrategy.strategy import Strategy
+
+__all__ = [
+    "DefaultStrategy",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+
+class _DefaultReplicaContext(ReplicaContext):
+    """The context of the one replica; also active outside ``run``."""
+
+    @override
+    def _check_active(self, operation: str) -> None:
+        pass
+
+
+class DefaultStrategy(Strategy):
+    """Passes everything through: a program that uses it behaves like one that uses no strategy.
+
+    There is one object, which ``ts.get_strategy()`` returns outside any scope.
+
+    Example:
+        >>> ts.get_strategy().reduce("SUM", 1.0)
+        1.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Placement(1, 0, (torch.device("cpu", 0),)))
+        self.context = _DefaultReplicaContext(self, 0, 0)
+
+    @override
+    def scope(self) -> Any:
+        return Scope(self, None, None)
+
+    @override
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        frame = current_frame()
+        if frame is not None:
+            self._require_cross_replica()
+        if not callable(fn):
+            raise TypeError(f"fn must be callable. Received: {fn!r}")
+        if not isinstance(args, (tuple, list)):
+            raise ValueError(f"positional args must be a list or tuple, got {type(args).__name__}: {args!r}")
+        own_kwargs = kwargs or {}
+        frame = Frame(self, _DefaultReplicaContext(self, 0, 0, (args, own_kwargs)))
+        push_frame(frame)
+        try:
+            return fn(*self._inputs_of(0, args), **self._inputs_of(0, own_kwargs))
+        finally:
+            pop_frame(frame)
+
+    @override
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
+    ) -> Any:
+        _check_mode(options)
+        if batch_size is None:
+            return dataset
+        return super().experimental_distribute_dataset(dataset, options, batch_size=batch_size)
+
+    @override
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        return dataset_fn(InputContext())
+
+    @override
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        values = super().experimental_distribute_values_from_function(value_fn)
+        return self._inputs_of(0, values)
+
+    @override
+    def check_can_enter(self) -> None:
+        frame = current_frame()
+        if frame is None or frame.strategy is self:  # it changes nothing, so it may open in its own `run`
+            return
+        if frame.replica_context is not None:
+            super().check_can_enter()
+        raise RuntimeError(
+            "Must not nest Strategy scopes: the default strategy's scope can't open inside another strategy's."
+        )
+
+
+_default: DefaultStrategy | None = None
+
+
+def get_strategy() -> Strategy:
+    """Return the current strategy; outside any scope, the default one.
+
+    Returns:
+        The strategy.
+
+    Example:
+        >>> strategy = ts.MirroredStrategy(["cpu:0"])
+        >>> with strategy.scope():
+        ...     print(ts.get_strategy() is strategy)
+        True
+    """
+    frame = current_frame()
+    return _default_strategy() if frame is None else frame.strategy
+
+
+def has_strategy() -> bool:
+    """Say whether another strategy than the default one is current.
+
+    Returns:
+        ``True`` inside its scope and its replica functions.
+
+    Example:
+        >>> ts.has_strategy()
+        False
+    """
+    frame = current_frame()
+    return frame is not None and not isinstance(frame.strategy, DefaultStrategy)
+
+
+def in_cross_replica_context() -> bool:
+    """Say whether the program is inside a scope, but outside replica functions.
+
+    Returns:
+        ``True`` in a scope and in the function of a ``merge_call``.
+
+    Example:
+        >>> with ts.MirroredStrategy(["cpu:0"]).scope():
+        ...     ts.in_cross_replica_context()
+        True
+    """
+    frame = current_frame()
+    return frame is not None and frame.replica_context is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the context of the replica whose function is running.
+
+    Returns:
+        The context; ``None`` in cross-replica context; outside any scope, the default strategy's.
+
+    Example:
+        >>> ts.get_replica_context().num_replicas_in_sync
+        1
+    """
+    frame = current_frame()
+    if frame is None:
+        return _default_strategy().context
+    context: ReplicaContext | None = frame.replica_context
+    return context
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Make a strategy current for the rest of this thread, like a scope that never closes.
+
+    Args:
+        strategy: the strategy; ``None`` ends it.
+
+    Raises:
+        TypeError: it is not a strategy.
+        RuntimeError: called inside a scope or a replica function.
+
+    Example:
+        >>> ts.experimental_set_strategy(ts.MirroredStrategy(["cpu:0"]))
+        >>> ts.has_strategy()
+        True
+        >>> ts.experimental_set_strategy(None)
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(f"Expected a strategy or None. Received: {strategy!r}")
+    before = current_frame()
+    plain = strategy is None or isinstance(strategy, DefaultStrategy)
+    set_base_frame(None if plain else Frame(strategy, None))
+    if before is not None:
+        stop_recording()
+    if not plain:
+        start_recording()
+
+
+def _default_strategy() -> DefaultStrategy:
+    global _default
+    if _default is None:
+        _default = DefaultStrategy()
+    return _default
+
+
+def _check_mode(options: InputOptions | None) -> None:
+    if options is not None and options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise UnimplementedError("InputReplicationMode.PER_REPLICA needs `distribute_datasets_from_function`.")

@@ -1,0 +1,624 @@
+"""``Strategy``: the public methods, checked here, over a place to host replicas and the collectives between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torchstrategy import tree
+from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
+from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.collectives.reductions import all_reduce, check_gather_axis, gather, reduce
+from torchstrategy.context import Frame, current_frame, current_replica_context
+from torchstrategy.data.context import InputContext
+from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
+from torchstrategy.data.numpy import make_numpy_dataset
+from torchstrategy.devices import Placement
+from torchstrategy.gradients import GradientSummer
+from torchstrategy.log import set_rank, show_info
+from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
+from torchstrategy.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
+from torchstrategy.replica_context import ReplicaContext
+from torchstrategy.replicas.buffers import BufferSync
+from torchstrategy.replicas.hosting import DirectHosting, Hosting, ThreadedHosting
+from torchstrategy.replicas.mirrored import bodies, mirror_of
+from torchstrategy.replicas.record import Record, owner
+from torchstrategy.scope import Scope
+from torchstrategy.values import DistributedValues, PerReplica, local_results, regroup
+
+__all__ = ["Strategy", "ValueContext"]
+
+_CROSS_REPLICA = (
+    "Method requires being in cross-replica context, use get_replica_context().merge_call(). Inside `run`, "
+    "`ts.get_replica_context()` has all_reduce, all_gather and merge_call."
+)
+
+
+class ValueContext:
+    """What ``experimental_distribute_values_from_function`` tells the function about one replica.
+
+    Args:
+        replica_id_in_sync_group: the replica's id.
+        num_replicas_in_sync: number of replicas.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+class Strategy:
+    """How a program's state and computation are distributed; users make one of the subclasses.
+
+    Args:
+        placement: the replicas and their devices.
+        workers: the processes of the job; ``None`` if there is only this one.
+        cross_device_ops: how this process's replicas combine tensors; ``None`` chooses by device.
+        communication_options: how gradients travel between processes; ``None`` means the defaults.
+        concurrent: run this process's replicas at the same time instead of in turns.
+        check_every: number of runs between two searches for diverging replicas.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        workers: WorkerGroup | None = None,
+        *,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+        concurrent: bool = False,
+        check_every: int = 1000,
+    ) -> None:
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(
+                "cross_device_ops must be an instance of a ts.CrossDeviceOps subclass, such as "
+                f"ts.ReductionToOneDevice(). Received: {cross_device_ops!r}"
+            )
+        if check_every < 1:
+            raise ValueError(f"check_every must be at least 1. Received: {check_every}")
+        show_info()
+        if workers is not None:
+            set_rank(workers.rank)
+        self.placement = placement
+        self.workers = workers
+        self.record = Record(self)
+        self.cross_device_ops = cross_device_ops or _default_ops(placement)
+        self.hosting: Hosting
+        if len(placement.devices) > 1:
+            self.hosting = ThreadedHosting(
+                self, placement, workers, self.record, prepare, concurrent=concurrent, check_every=check_every
+            )
+        else:
+            self.hosting = DirectHosting(self, placement, workers, self.record, prepare)
+        self._buffers = BufferSync(self.hosting.slots)
+        self.gradient_summer = GradientSummer(
+            placement, self.cross_device_ops, workers, communication_options or CommunicationOptions(), self._buffers
+        )
+        self._owned: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in placement.devices]
+        self._running: tuple[ReplicaContext, ...] = ()
+        if placement.num_replicas > 1:
+            install()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, over all processes, whose gradients are summed."""
+        return self.placement.num_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and prints for the job."""
+        return self.workers is None or self.workers.rank == 0
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver of a strategy that has one; ``None`` otherwise."""
+        return None
+
+    def scope(self) -> Any:
+        """Return a context manager that makes this strategy current.
+
+        Modules, optimizers, learning-rate schedulers and gradient scalers made inside belong to the strategy: each
+        replica gets a copy with equal initial values (the chief's), at the first ``run``.
+
+        Returns:
+            A context manager; ``with strategy.scope() as s`` gives the strategy.
+
+        Raises:
+            RuntimeError: entered inside ``run``, or inside another strategy's scope, or a second time.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(2, 1)
+            >>> ts.has_strategy()
+            False
+        """
+        return Scope(self, Frame(self, None), self.placement.devices[0])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,  # noqa: ARG002 - for TPUs
+    ) -> Any:
+        """Call ``fn`` once for each replica of this process, each with its own values. Cross-replica context only.
+
+        ``PerReplica`` values anywhere in the arguments are replaced by the replica's own; other values go to all
+        replicas. The objects made in the scope act as the replica's own.
+
+        Args:
+            fn: the replica function.
+            args: its positional arguments, a tuple or list.
+            kwargs: its keyword arguments.
+            options: have a meaning on TPUs only.
+
+        Returns:
+            The return value with ``PerReplica`` leaves; a leaf that is the same object on all replicas stays plain.
+            With one replica in this process, the plain return value.
+
+        Raises:
+            ValueError: ``args`` is no tuple or list, or the replicas return different structures.
+            IndexError: a ``PerReplica`` has too few values.
+            RuntimeError: called inside ``run``, or inside another strategy's scope; the replicas make different
+                collective calls.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.run(lambda x: x + ts.get_replica_context().replica_id_in_sync_group, args=(10,))
+            PerReplica:{
+              0: 10,
+              1: 11
+            }
+        """
+        self._require_cross_replica()
+        if not callable(fn):
+            raise TypeError(f"fn must be callable. Received: {fn!r}")
+        if not isinstance(args, (tuple, list)):
+            raise ValueError(f"positional args must be a list or tuple, got {type(args).__name__}: {args!r}")
+        self._take_up_new()
+        contexts = []
+        calls = []
+        own_kwargs = {} if kwargs is None else dict(kwargs)
+        for local_id, replica_id in enumerate(self.placement.local_replica_ids):
+            own = self._inputs_of(local_id, (tuple(args), own_kwargs))
+            calls.append(own)
+            contexts.append(ReplicaContext(self, replica_id, local_id, (args, own_kwargs)))
+        outer, self._running = self._running, tuple(contexts)
+        try:
+            results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+        except Exception as error:
+            self._explain(error, contexts)
+            raise
+        finally:
+            self._running = outer
+        return results[0] if len(results) == 1 else self._regroup(results)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Combine a value over all replicas. Cross-replica context only; with several processes, all must call it.
+
+        Args:
+            reduce_op: SUM or MEAN, or a string in any letter case.
+            value: a ``PerReplica`` of tensors, or a nested structure of them. A plain value with several replicas in
+                this process is what every replica has: MEAN returns it, SUM refuses it unless ``axis`` is given.
+            axis: ``None`` combines whole values of equal shape; an axis, or a tuple of them, combines over these as
+                well, right also where the replicas' sizes differ.
+
+        Returns:
+            The same structure with a tensor for each ``PerReplica``; the mean of integers is float64.
+
+        Raises:
+            ValueError: ``reduce_op`` is unknown, ``value`` can't be reduced, or ``axis`` is out of range.
+            TypeError: ``reduce_op`` is neither a ``ReduceOp`` nor a string, or ``axis`` is no integer or tuple.
+            InvalidArgumentError: shapes or dtypes don't fit together.
+            RuntimeError: called inside ``run``.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: torch.tensor([context.replica_id_in_sync_group + 1.0]))
+            >>> strategy.reduce("sum", value)
+            tensor([3.])
+            >>> strategy.reduce("mean", value, axis=0)
+            tensor(1.5000)
+        """
+        op = ReduceOp.parse(reduce_op)
+        self._require_cross_replica()
+        return tree.map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate a value of all replicas in the order of replicas. Cross-replica context only.
+
+        Args:
+            value: a ``PerReplica`` of tensors, or a nested structure; sizes along ``axis`` may differ. A plain value
+                with several replicas in this process is returned as it is, as is any value of the only replica.
+            axis: the axis to concatenate on, from 0.
+
+        Returns:
+            The same structure with a tensor for each ``PerReplica``.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: a leaf is a scalar, or ``axis`` is negative or out of range.
+            InvalidArgumentError: shapes differ in another dimension, or dtypes differ.
+            RuntimeError: called inside ``run``.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> value = strategy.run(lambda: torch.full((ts.get_replica_context().replica_id_in_sync_group + 1,), 7.0))
+            >>> strategy.gather(value, axis=0)
+            tensor([7., 7., 7.])
+        """
+        if current_replica_context() is not None:
+            raise RuntimeError(
+                "Strategy.gather requires being in cross-replica context, use get_replica_context().all_gather() "
+                "instead."
+            )
+        self._require_cross_replica()
+        if self.num_replicas_in_sync == 1:
+            return tree.map_leaves(lambda leaf: self._inputs_of(0, leaf), value)
+        return tree.map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this process's replicas.
+
+        Args:
+            value: what ``run`` returned, a structure of such values, or an object or parameter made in the scope.
+
+        Returns:
+            A tuple with one entry for each replica of this process; ``(value,)`` for a plain value.
+
+        Example:
+            >>> ts.MirroredStrategy(["cpu:0"]).experimental_local_results(3)
+            (3,)
+        """
+        if owner(value) is self and not self.in_replica_context():
+            self._take_up_new()
+        if mirror_of(value) is not None:
+            return bodies(value)
+        if isinstance(value, Tensor):
+            own = tuple(self.hosting.counterpart(i, value) for i in range(len(self.placement.devices)))
+            if own[-1] is not value:
+                return own
+        return local_results(value, len(self.placement.devices))
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
+    ) -> Any:
+        """Split the global batches of a dataset between the replicas.
+
+        Each batch of m examples is cut into consecutive chunks of ``ceil(m / num_replicas_in_sync)``; later replicas
+        may get fewer examples or none. Every example is used exactly once, in the same order on all processes.
+
+        Args:
+            dataset: a ``DataLoader`` of global batches, a map-style dataset or (nested) arrays or tensors together with
+                ``batch_size``, or any re-iterable of global batches.
+            options: how elements reach the devices.
+            batch_size: global batch size; only for datasets without one.
+
+        Returns:
+            A re-iterable; its elements go to ``run`` as arguments.
+
+        Raises:
+            TypeError: ``dataset`` is none of these.
+            ValueError: ``batch_size`` is missing or superfluous, or the loader already shards.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> dataset = strategy.experimental_distribute_dataset(torch.arange(3), batch_size=3)
+            >>> strategy.experimental_local_results(next(iter(dataset)))
+            (tensor([0, 1]), tensor([2]))
+        """
+        return distribute_dataset(dataset, self.placement, self.workers, options, batch_size)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Feed the replicas from the dataset of **per-replica** batches that a function returns.
+
+        Args:
+            dataset_fn: called at once, once in each process (or for each replica, see ``options``), with an
+                ``InputContext``; returns a re-iterable. Consecutive elements go to the process's replicas in turn.
+            options: how often the function is called and how elements reach the devices.
+
+        Returns:
+            A re-iterable; it ends when the datasets of all processes have ended.
+
+        Raises:
+            TypeError: the function returns no re-iterable.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def dataset_fn(context):
+            ...     return torch.arange(4).split(context.get_per_replica_batch_size(4))
+            >>> dataset = strategy.distribute_datasets_from_function(dataset_fn)
+            >>> strategy.experimental_local_results(next(iter(dataset)))
+            (tensor([0, 1]), tensor([2, 3]))
+        """
+        return distribute_from_function(dataset_fn, self.placement, self.workers, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Make a distributed value from one call of a function for each replica of this process.
+
+        Args:
+            value_fn: called with a ``ValueContext`` for each replica in the order of ids.
+
+        Returns:
+            A structure with ``PerReplica`` leaves.
+
+        Raises:
+            ValueError: the function returns different structures for different replicas.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group * 10)
+            PerReplica:{
+              0: 0,
+              1: 10
+            }
+        """
+        self._require_cross_replica()
+        values = [value_fn(ValueContext(i, self.num_replicas_in_sync)) for i in self.placement.local_replica_ids]
+        return tree.map_structure(lambda *leaves: PerReplica(leaves), values)
+
+    def make_experimental_numpy_dataset(self, numpy_input: Any) -> Any:
+        """Make a dataset of the slices of arrays along their first axis.
+
+        Args:
+            numpy_input: an array or nested structure of arrays of equal length.
+
+        Returns:
+            A map-style dataset, for a ``DataLoader`` or ``experimental_distribute_dataset(..., batch_size=)``.
+
+        Raises:
+            ValueError: the arrays have different lengths.
+
+        Example:
+            >>> len(ts.get_strategy().make_experimental_numpy_dataset([[1.0], [2.0]][0]))
+            1
+        """
+        return make_numpy_dataset(numpy_input)
+
+    def replicate(self, obj: Any) -> Any:
+        """Give each replica a copy of any object that the replica function changes, as if a scope had recorded it.
+
+        Args:
+            obj: an object of a Python class, made of what can be deep-copied.
+
+        Returns:
+            The object.
+
+        Raises:
+            TypeError: at the first ``run``, if the object can't be copied.
+
+        Example:
+            >>> class Counter:
+            ...     count = 0
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> counter = strategy.replicate(Counter())
+            >>> def fn():
+            ...     counter.count += 1
+            >>> strategy.run(fn), counter.count
+            (None, 1)
+        """
+        self.record.add(obj)
+        return obj
+
+    def sync_buffers(self) -> None:
+        """Synchronise module buffers now, as ``optimizer.step()`` does. Cross-replica context only.
+
+        Changed floating-point buffers become their mean over replicas; others take replica 0's value.
+
+        Raises:
+            RuntimeError: called inside ``run``.
+
+        Example:
+            >>> ts.MirroredStrategy(["cpu:0", "cpu:1"]).sync_buffers()
+        """
+        self._require_cross_replica()
+        self._take_up_new()
+        if self.num_replicas_in_sync > 1:
+            self.gradient_summer.sync_buffers()
+
+    def check_can_enter(self) -> None:
+        """Raise unless a scope of this strategy may open here."""
+        frame = current_frame()
+        if frame is None:
+            return
+        if frame.replica_context is not None:
+            raise RuntimeError(_CROSS_REPLICA)
+        if frame.strategy is not self:
+            _mixing(frame.strategy, self)
+
+    def in_replica_context(self) -> bool:
+        """Say whether one of this strategy's replica functions is running on this thread."""
+        context = current_replica_context()
+        return context is not None and context.strategy is self
+
+    def is_running(self, context: ReplicaContext) -> bool:
+        """Say whether the replica function of a context is in progress."""
+        return any(context is running for running in self._running)
+
+    def owned_parameters(self, local_id: int) -> Mapping[int, Any]:
+        """Return the ids of the parameters of one replica's recorded modules."""
+        return self._owned[local_id]
+
+    def all_reduce_columns(
+        self, op: ReduceOp, columns: Sequence[Sequence[Tensor]], operation: str
+    ) -> list[list[Tensor]]:
+        """Combine several values, given as one tensor for each local replica."""
+        return all_reduce(
+            op,
+            columns,
+            self.placement.devices,
+            self.cross_device_ops,
+            self.workers,
+            self.num_replicas_in_sync,
+            operation,
+        )
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(f"A {type(self).__name__} can't be copied. Use the same object everywhere.")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} can't be pickled or copied: it holds devices, threads and connections."
+        )
+
+    def _require_cross_replica(self) -> None:
+        frame = current_frame()
+        if frame is None:
+            return
+        if frame.replica_context is not None:
+            raise RuntimeError(_CROSS_REPLICA)
+        if frame.strategy is not self:
+            _mixing(frame.strategy, self)
+
+    def _take_up_new(self) -> None:
+        if not self.record.has_new:
+            return
+        self.hosting.adopt_new()
+        self.refresh_owned()
+        self._buffers.note_new()
+
+    def refresh_owned(self) -> None:
+        """Look again at which parameters the recorded modules have."""
+        running = getattr(self.hosting, "running", lambda: None)
+        for local_id, owned in enumerate(self._owned):
+            found: dict[int, weakref.ref[Tensor]] = {}
+            for dicts, name in self.hosting.slots():
+                tensor = dicts[local_id].get(name)
+                if isinstance(tensor, torch.nn.Parameter):
+                    known = owned.get(id(tensor))
+                    if known is None or known() is not tensor:
+                        known = weakref.ref(tensor)
+                        if self.num_replicas_in_sync > 1:
+                            guard_parameter(tensor, local_id, running)
+                    found[id(tensor)] = known
+            self._owned[local_id] = found
+
+    def _inputs_of(self, local_id: int, structure: Any) -> Any:
+        if not _needs_selection(structure):
+            return structure
+        return tree.map_leaves(lambda leaf: self._input_leaf(local_id, leaf), structure)
+
+    def _input_leaf(self, local_id: int, leaf: Any) -> Any:
+        if isinstance(leaf, DistributedValues):
+            try:
+                return leaf.values[local_id]
+            except IndexError:
+                raise IndexError(
+                    f"A {type(leaf).__name__} argument holds {len(leaf.values)} values, but this process has "
+                    f"{len(self.placement.devices)} replicas. Make it with this strategy."
+                ) from None
+        if isinstance(leaf, torch.nn.Parameter):
+            return self.hosting.counterpart(local_id, leaf)
+        return leaf
+
+    def _regroup(self, results: Sequence[Any]) -> Any:
+        return tree.map_leaves(self._original, regroup(results))
+
+    def _original(self, leaf: Any) -> Any:
+        """Return the user's own object where each replica returned its counterpart of it."""
+        if isinstance(leaf, PerReplica) and isinstance(leaf.values[0], torch.nn.Parameter):
+            original = self.hosting.original(leaf.values[0])
+            if original is not None and all(
+                self.hosting.counterpart(i, original) is value for i, value in enumerate(leaf.values)
+            ):
+                return original
+        return leaf
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
+        num_local = len(self.placement.devices)
+        values = leaf.values if isinstance(leaf, DistributedValues) else None
+        if values is None:
+            if leaf is None:
+                raise ValueError("Can't reduce None: the replica function returned nothing.")
+            if num_local == 1:
+                if self.workers is None and axis is None:
+                    return leaf
+                values = (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf),)
+            elif axis is None:
+                if op is ReduceOp.MEAN:
+                    return leaf
+                raise ValueError(
+                    f"A non-DistributedValues value {leaf} cannot be reduced with the given reduce op {op}."
+                )
+            else:
+                values = (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf),) * num_local
+        for value in values:
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"Only tensors can be reduced; the replicas hold {value!r}. Return `torch.tensor(...)` from the "
+                    "replica function."
+                )
+        with torch.no_grad():
+            return reduce(
+                op,
+                [value.detach() for value in values],
+                axis,
+                self.placement.devices,
+                self.cross_device_ops,
+                self.workers,
+                self.num_replicas_in_sync,
+            )
+
+    def _gather_leaf(self, leaf: Any, axis: int) -> Any:
+        if isinstance(leaf, DistributedValues):
+            values = leaf.values
+        elif len(self.placement.devices) == 1:
+            values = (leaf,)
+        else:
+            return leaf
+        for value in values:
+            axis = check_gather_axis(axis, value)
+        with torch.no_grad():
+            return gather([value.detach() for value in values], axis, self.workers, "Strategy.gather")
+
+    def _explain(self, error: Exception, contexts: Sequence[ReplicaContext]) -> None:
+        """Say what the error can't: the shares of a small batch, and to the other ranks, that this one failed."""
+        if self.workers is not None:
+            self.workers.report_failure("Strategy.run", error, contexts[0].replica_id_in_sync_group)
+        shares = contexts[0].batch_shares
+        if shares is None or not hasattr(error, "add_note") or self.num_replicas_in_sync == 1:
+            return
+        own = [shares.shares[context.replica_id_in_sync_group] for context in contexts]
+        if min(own) <= 1:
+            error.add_note(
+                f"The batch of {shares.total} examples was split into shares of {list(shares.shares)}. If the function "
+                "can't handle an empty or one-example share: choose another batch size or drop the last batch, use "
+                "`flatten(1)` instead of `view`, or synchronise batch normalisation."
+            )
+
+
+def _default_ops(placement: Placement) -> CrossDeviceOps:
+    if len(placement.devices) > 1 and all(device.type == "cuda" for device in placement.devices):
+        return NcclAllReduce()
+    return ReductionToOneDevice()
+
+
+def _mixing(current: Any, other: Any) -> NoReturn:
+    raise RuntimeError(
+        f"Mixing different Strategy objects: {current!r} is not {other!r}. Leave the first strategy's "
+        "scope before you use another one."
+    )
+
+
+def _needs_selection(structure: Any) -> bool:
+    if isinstance(structure, (tuple, list)):
+        return any(map(_needs_selection, structure))
+    if isinstance(structure, dict):
+        return any(map(_needs_selection, structure.values()))
+    return isinstance(structure, (DistributedValues, torch.nn.Parameter)) or hasattr(structure, "__dataclass_fields__")

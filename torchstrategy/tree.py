@@ -1,0 +1,101 @@
+"""Map, flatten and zip nested structures; the only file that touches torch's pytree.
+
+Containers are what torch's pytree knows (tuple, list, dict, OrderedDict, namedtuple, ...) plus dataclass instances.
+``None`` is a leaf, as a replica's return value is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils import _pytree
+
+__all__ = ["all_leaves", "flatten", "map_leaves", "map_structure", "same_structure"]
+
+_Spec = _pytree.TreeSpec
+
+
+class _Fields:
+    """Marks, in a spec, the dataclass whose fields were flattened as a dict."""
+
+    def __init__(self, values: dict[str, Any], cls: type) -> None:
+        self.values = values
+        self.cls = cls
+
+
+_pytree.register_pytree_node(
+    _Fields,
+    lambda fields: (list(fields.values.values()), (fields.cls, tuple(fields.values))),
+    lambda values, context: _rebuild_dataclass(context, list(values)),
+)
+
+
+def flatten(structure: Any) -> tuple[list[Any], _Spec]:
+    """Return the leaves in order and a spec whose ``unflatten(leaves)`` builds the structure again."""
+    return _pytree.tree_flatten(_expand(structure))
+
+
+def all_leaves(structure: Any) -> list[Any]:
+    """Return the leaves in order."""
+    return flatten(structure)[0]
+
+
+def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
+    """Apply ``fn`` to every leaf and keep the structure."""
+    if not isinstance(structure, (tuple, list, dict)) and not _is_dataclass(structure):
+        return fn(structure)
+    leaves, spec = flatten(structure)
+    return spec.unflatten([fn(leaf) for leaf in leaves])
+
+
+def map_structure(fn: Callable[..., Any], structures: Sequence[Any]) -> Any:
+    """Apply ``fn`` to the corresponding leaves of several equal structures.
+
+    Raises:
+        ValueError: the structures differ (types and lengths of containers, keys of dicts).
+    """
+    leaves, spec = flatten(structures[0])
+    columns = [leaves]
+    for structure in structures[1:]:
+        other_leaves, other_spec = flatten(structure)
+        if other_spec != spec:
+            raise ValueError(
+                "The replicas' values must have the same nested structure (types and lengths of containers, keys of "
+                f"dicts). Received: {structures[0]!r} and {structure!r}"
+            )
+        columns.append(other_leaves)
+    return spec.unflatten([fn(*row) for row in zip(*columns, strict=True)])
+
+
+def same_structure(first: Any, second: Any) -> bool:
+    """Say whether two structures differ in their leaves only."""
+    return bool(flatten(first)[1] == flatten(second)[1])
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _expand(structure: Any) -> Any:
+    if _is_dataclass(structure):
+        values = {field.name: _expand(getattr(structure, field.name)) for field in dataclasses.fields(structure)}
+        return _Fields(values, type(structure))
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*map(_expand, structure))
+    if type(structure) in (list, tuple):
+        return type(structure)(map(_expand, structure))
+    if type(structure) is dict:
+        return {key: _expand(value) for key, value in structure.items()}
+    return structure
+
+
+def _rebuild_dataclass(context: Any, values: list[Any]) -> Any:
+    cls, names = context
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    result = cls(**{n: v for n, v in zip(names, values, strict=True) if fields[n].init})
+    for name, value in zip(names, values, strict=True):
+        if not fields[name].init:
+            object.__setattr__(result, name, value)
+    return result

@@ -1,0 +1,174 @@
+"""Values that differ between replicas, and the tags that batches carry.
+
+``PerReplica`` holds one value for each replica of this process. It exists only where this process hosts several
+replicas; with one replica a plain value is the replica's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstrategy import tree
+
+__all__ = [
+    "BatchShares",
+    "DistributedValues",
+    "Mirrored",
+    "PerReplica",
+    "get_shares",
+    "local_results",
+    "regroup",
+    "select_replica",
+    "set_shares",
+]
+
+
+@dataclass(frozen=True)
+class BatchShares:
+    """How many examples of one global batch each replica (of all processes) received.
+
+    Args:
+        shares: one count for each replica in sync, in the order of replica ids.
+    """
+
+    shares: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Examples in the global batch."""
+        return sum(self.shares)
+
+
+class DistributedValues:
+    """One value for each replica of this process.
+
+    Args:
+        values: the values in the order of replica ids.
+        shares: how the global batch that the values are part of was split, if they are part of one.
+    """
+
+    def __init__(self, values: Iterable[Any], shares: BatchShares | None = None) -> None:
+        self._values = tuple(values)
+        self.shares = shares
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values in the order of replica ids."""
+        return self._values
+
+    def __repr__(self) -> str:
+        rows = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
+        return f"{type(self).__name__}:{{\n{rows}\n}}"
+
+    def __bool__(self) -> bool:
+        raise TypeError(self._outside("truth value"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._outside(f"attribute {name!r}"))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._values, self.shares)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError(cls._outside(f"{getattr(func, '__name__', func)}()"))
+
+    @classmethod
+    def _outside(cls, what: str) -> str:
+        return (
+            f"A {cls.__name__} has no {what}: it holds one value for each replica. Use it inside "
+            "`strategy.run(fn, args=(value,))`, or take `strategy.experimental_local_results(value)` or "
+            "`strategy.reduce(...)` first."
+        )
+
+
+class PerReplica(DistributedValues):
+    """Values that may differ between replicas, such as what ``Strategy.run`` returns.
+
+    Example:
+        >>> from torchstrategy.values import PerReplica
+        >>> PerReplica((1, 2))
+        PerReplica:{
+          0: 1,
+          1: 2
+        }
+    """
+
+
+class Mirrored(DistributedValues):
+    """Equal values on every replica, such as the result of an all-reduce."""
+
+
+def regroup(per_replica: Sequence[Any]) -> Any:
+    """Turn one structure for each replica into one structure with ``PerReplica`` leaves.
+
+    A leaf that is the same object on every replica stays plain, as in tf.
+
+    Raises:
+        ValueError: the structures differ.
+    """
+    if len(per_replica) == 1:
+        return per_replica[0]
+    first = per_replica[0]
+    if all(value is first for value in per_replica) and not isinstance(first, (tuple, list, dict)):
+        return first
+    return tree.map_structure(_regroup_leaf, per_replica)
+
+
+def select_replica(local_id: int, structure: Any) -> Any:
+    """Return what the replica with this position in the process sees of a structure.
+
+    Raises:
+        IndexError: a distributed value has no value for the replica.
+    """
+    return tree.map_leaves(lambda leaf: _select(local_id, leaf), structure)
+
+
+def local_results(value: Any, num_local: int) -> tuple[Any, ...]:
+    """Return this process's values of a distributed value or a structure of them."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    if isinstance(value, (tuple, list, dict)) and num_local > 1:
+        return tuple(select_replica(i, value) for i in range(num_local))
+    return (value,)
+
+
+def get_shares(leaf: Any) -> BatchShares | None:
+    """Return the tag of a batch's leaf: how its global batch was split, or ``None``."""
+    if isinstance(leaf, DistributedValues):
+        return leaf.shares
+    if isinstance(leaf, torch.Tensor):
+        return getattr(leaf, "_ts_shares", None)
+    return None
+
+
+def set_shares(leaf: Any, shares: BatchShares) -> Any:
+    """Tag a batch's leaf (a tensor or a distributed value) and return it."""
+    if isinstance(leaf, DistributedValues):
+        leaf.shares = shares
+    elif isinstance(leaf, torch.Tensor):
+        leaf._ts_shares = shares  # type: ignore[attr-defined]
+    return leaf
+
+
+def _regroup_leaf(*leaves: Any) -> Any:
+    first = leaves[0]
+    if all(leaf is first for leaf in leaves):
+        return first
+    return PerReplica(leaves)
+
+
+def _select(local_id: int, leaf: Any) -> Any:
+    if not isinstance(leaf, DistributedValues):
+        return leaf
+    try:
+        return leaf.values[local_id]
+    except IndexError:
+        raise IndexError(
+            f"A {type(leaf).__name__} holds {len(leaf.values)} values, but replica {local_id} of this process needs "
+            "its own. Make it with this strategy, for example by experimental_distribute_values_from_function."
+        ) from None
