@@ -1,0 +1,145 @@
+"""A training loop of your own under a strategy: the tf.distribute tutorial, step by step, in PyTorch.
+
+The commands that run it are at the head of conf/custom_loop.yaml.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import hydra
+import jobs
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from reports import Report
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import torchstrategy as ts
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@hydra.main(config_path="../conf", config_name="custom_loop", version_base="1.3")
+def main(config: DictConfig) -> None:
+    """Train, test after every epoch, save every second one, then restore without a strategy and test again."""
+    started = time.perf_counter()
+    run_path = Path(HydraConfig.get().runtime.output_dir)
+    dtype = get_dtype(config.precision)
+    train_data, test_data = instantiate(config.data, _convert_="all")
+    strategy = instantiate(config.strategy, _convert_="all")
+    num_replicas = strategy.num_replicas_in_sync
+    jobs.check_num_replicas(num_replicas)
+    title = f"custom_loop on {HydraConfig.get().runtime.choices.data}, replicas: {num_replicas}"
+    report = Report(run_path, title, is_chief=strategy.is_chief)
+    report.say(f"Number of replicas: {num_replicas}")
+
+    # Input: the batch that is split between the replicas grows with their number.
+    global_batch_size = config.batch_size_per_replica * num_replicas
+    torch.manual_seed(config.seed)
+    train_loader = DataLoader(train_data, batch_size=global_batch_size, shuffle=True)
+    test_loader = DataLoader(test_data, batch_size=global_batch_size)
+    train_batches = strategy.experimental_distribute_dataset(train_loader)
+    test_batches = strategy.experimental_distribute_dataset(test_loader)
+
+    # All that has state is made in the scope, so that every replica gets its copy.
+    learning_rate = instantiate(config.learning_rate, global_batch_size=global_batch_size, _convert_="all")
+    with strategy.scope():
+        model = instantiate(config.model)
+        optimizer = instantiate(config.optimizer)(model.parameters(), lr=learning_rate.rate)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate.factor)
+        device_type = next(model.parameters()).device.type
+        scaler = torch.amp.GradScaler(device_type, enabled=dtype == torch.float16)
+        test_loss = ts.metrics.Mean(name="test_loss")
+        train_accuracy = ts.metrics.SparseCategoricalAccuracy(name="train_accuracy")
+        test_accuracy = ts.metrics.SparseCategoricalAccuracy(name="test_accuracy")
+        checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+
+    def predict(images: Tensor) -> Tensor:
+        with torch.autocast(device_type, dtype, enabled=dtype != torch.float32):
+            return model(images).float()
+
+    def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        optimizer.zero_grad()
+        logits = predict(images)
+        # This replica's share of the global mean: the replicas' gradients are summed.
+        per_example_loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = ts.nn.compute_average_loss(per_example_loss, global_batch_size="actual")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        ts.get_replica_context().sum_gradients(optimizer)  # before the clipping, which needs the summed gradients
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        train_accuracy.update_state(labels, logits)
+        return loss.detach()
+
+    def test_step(batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        logits = predict(images)
+        test_loss.update_state(nn.functional.cross_entropy(logits, labels, reduction="none"))
+        test_accuracy.update_state(labels, logits)
+
+    with report:
+        for epoch in range(1, config.epochs + 1):
+            model.train()
+            total_loss, num_batches = 0.0, 0
+            for batch in report.progress(itertools.islice(train_batches, config.max_steps), epoch, len(train_loader)):
+                per_replica_loss = strategy.run(train_step, args=(batch,))
+                total_loss += float(strategy.reduce("SUM", per_replica_loss, axis=None))
+                num_batches += 1
+
+            model.eval()
+            with torch.no_grad():
+                for batch in test_batches:
+                    strategy.run(test_step, args=(batch,))
+
+            if (config.epochs - epoch) % 2 == 0:  # every second one, the last included
+                checkpoint.save(run_path / "checkpoints" / "ckpt")
+            report.add_epoch(
+                train_loss=total_loss / num_batches,
+                train_accuracy=float(train_accuracy.result()),
+                test_loss=float(test_loss.result()),
+                test_accuracy=float(test_accuracy.result()),
+            )
+            test_loss.reset_state()
+            train_accuracy.reset_state()
+            test_accuracy.reset_state()
+
+    report.save_learning_curve()
+    if strategy.is_chief:
+        accuracy = test_restored_model(config, run_path, test_loader)
+        report.say(f"Accuracy after restoring the saved model without strategy: {100 * accuracy:.2f}")
+        report.say(
+            f"Test accuracy: {report.epochs[-1]['test_accuracy']:.4f} after {config.epochs} epochs with {num_replicas} "
+            f"replica(s) in {time.perf_counter() - started:.1f} s; files: {run_path}"
+        )
+
+
+def test_restored_model(config: DictConfig, run_path: Path, test_loader: DataLoader) -> float:
+    """Restore the last checkpoint without a strategy and test it."""
+    model = instantiate(config.model).eval()
+    ts.train.Checkpoint(model=model).restore(ts.train.latest_checkpoint(run_path / "checkpoints"))
+    accuracy = ts.metrics.SparseCategoricalAccuracy(name="eval_accuracy")
+    with torch.no_grad():
+        for images, labels in test_loader:
+            accuracy.update_state(labels, model(images))
+    return float(accuracy.result())
+
+
+def get_dtype(precision: str) -> torch.dtype:
+    """Return the type that the forward pass computes in."""
+    if precision not in DTYPES:
+        raise ValueError(f"precision must be one of {', '.join(DTYPES)}. Received: {precision}")
+    return DTYPES[precision]
+
+
+if __name__ == "__main__":
+    main()

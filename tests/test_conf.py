@@ -1,0 +1,46 @@
+"""Every file under conf/ composes, and every choice of a group can be made into the object it names."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+RECIPES = sorted(path.stem for path in CONF.glob("*.yaml"))
+CHOICES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*/*.yaml"))
+NEEDS_DOWNLOAD = {"data/mnist"}
+NEEDS_PACKAGE = {"data/fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
+ARGUMENTS = {"learning_rate": {"global_batch_size": 10}}
+
+
+@pytest.fixture(autouse=True)
+def _recipes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def test_all_files_are_found():
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 17
+    assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE)) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_configuration(recipe):
+    text = (CONF / f"{recipe}.yaml").read_text()
+    assert text.startswith(f"# python recipes/{recipe}.py\n"), "each begins with the command that runs it"
+    config = compose(recipe)
+    assert not OmegaConf.missing_keys(config)
+    assert (ROOT / "recipes" / f"{recipe}.py").exists()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice(choice):
+    group, _, name = choice.partition("/")
+    config = compose("custom_loop", [f"{group}={name}"])[group]
+    if choice in NEEDS_DOWNLOAD or not NEEDS_PACKAGE.get(choice, ROOT).exists():
+        pytest.skip("its files are not on this machine")
+    assert instantiate(config, _convert_="all", **ARGUMENTS.get(group, {})) is not None
