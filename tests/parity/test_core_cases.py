@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import area_context, area_data, area_loss, area_reduce, area_run
+from tests.parity import area_collectives, area_context, area_data, area_loss, area_reduce, area_run
 from tests.parity.driver import difference, family_of, load_cases
 from tests.parity.known_differences import KNOWN_DIFFERENCES, TF_BUGS_TITLE, fixed_tf_bug
 
-AREAS = (area_run, area_reduce, area_context, area_data, area_loss)  # importing them registers the families
+# Importing the areas registers their families.
+AREAS = (area_run, area_reduce, area_collectives, area_context, area_data, area_loss)
 DIFFERENCES_PATH = Path(__file__).parents[2] / "docs" / "differences.md"
 CASES = load_cases("core_cases.json")
 DESCRIBED = load_cases("described_cases.json")  # rules that TF's measurements gave in words, in the form of the figures

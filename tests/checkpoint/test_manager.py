@@ -1,0 +1,166 @@
+"""Keeping the last few checkpoints: tf's numbering, and what is deleted when."""
+
+import os
+
+import pytest
+import torch
+
+import torchstrategy as ts
+
+
+@pytest.fixture
+def value():
+    return torch.tensor(0)
+
+
+@pytest.fixture
+def checkpoint(value):
+    return ts.train.Checkpoint(value=value)
+
+
+def names(paths):
+    return [os.path.basename(path) for path in paths]
+
+
+def files(directory):
+    return sorted(os.listdir(directory))
+
+
+def test_keeps_the_latest(checkpoint, tmp_path):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, max_to_keep=2)
+    assert manager.latest_checkpoint is None
+    assert manager.checkpoints == []
+    assert names(manager.save() for _ in range(5)) == [f"ckpt-{i}" for i in range(1, 6)]
+    assert manager.checkpoints == [str(tmp_path / "ckpt-4"), str(tmp_path / "ckpt-5")]
+    assert manager.latest_checkpoint == ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-5")
+    assert files(tmp_path) == ["checkpoint", "ckpt-4.pt", "ckpt-5.pt"]
+    assert manager.directory == str(tmp_path)
+    assert manager.checkpoint is checkpoint
+
+
+def test_keeps_all(checkpoint, tmp_path):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path / "new" / "folder", None, checkpoint_name="run")
+    for _ in range(3):
+        manager.save()
+    assert files(tmp_path / "new" / "folder") == ["checkpoint", "run-1.pt", "run-2.pt", "run-3.pt"]
+
+
+@pytest.mark.parametrize("max_to_keep", [0, -1])
+def test_max_to_keep_must_be_positive(checkpoint, tmp_path, max_to_keep):
+    with pytest.raises(ValueError, match="Expected a positive integer or None for max_to_keep"):
+        ts.train.CheckpointManager(checkpoint, tmp_path, max_to_keep)
+
+
+def test_max_to_keep_is_required(checkpoint, tmp_path):
+    with pytest.raises(TypeError, match="max_to_keep"):
+        ts.train.CheckpointManager(checkpoint, tmp_path)
+
+
+def test_interval(checkpoint, tmp_path):
+    step = torch.tensor(0)
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, None, step_counter=step, checkpoint_interval=3)
+    assert manager.checkpoint_interval == 3
+    saved = []
+    for i in range(9):
+        step.fill_(i)
+        if manager.save() is not None:
+            saved.append(i)
+    assert saved == [0, 3, 6]
+    assert manager.save(check_interval=False) is not None
+    assert manager.save() is None
+
+    again = ts.train.CheckpointManager(checkpoint, tmp_path, None, step_counter=step, checkpoint_interval=3)
+    again.restore_or_initialize()
+    assert again.save() is None  # no step was made since
+    step.fill_(11)
+    assert again.save() is not None
+
+
+def test_interval_needs_a_counter(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="checkpoint_interval needs a step_counter"):
+        ts.train.CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=2)
+
+
+def test_given_number(checkpoint, tmp_path):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
+    assert names([manager.save(checkpoint_number=7), manager.save()]) == ["ckpt-7", "ckpt-2"]
+    assert names(manager.checkpoints) == ["ckpt-7", "ckpt-2"]
+
+
+def test_reopened_manager_goes_on(value, tmp_path):
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(value=value), tmp_path, 2)
+    for i in range(3):
+        value.fill_(i)
+        manager.save()
+    value.fill_(100)
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(value=value), tmp_path, 2)
+    assert names(manager.checkpoints) == ["ckpt-2", "ckpt-3"]
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-3")
+    assert value == 2
+    assert names([manager.save()]) == ["ckpt-4"]
+    assert files(tmp_path) == ["checkpoint", "ckpt-3.pt", "ckpt-4.pt"]
+
+
+def test_reopened_manager_without_restoring_numbers_anew(value, tmp_path):
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(value=value), tmp_path, None)
+    manager.save()
+    manager.save()
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(value=value), tmp_path, None)
+    assert names([manager.save()]) == ["ckpt-1"]
+    assert names(manager.checkpoints) == ["ckpt-2", "ckpt-1"]
+
+
+def test_knows_what_save_wrote_without_a_manager(checkpoint, tmp_path):
+    checkpoint.save(tmp_path / "ckpt")
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, 1)
+    assert names(manager.checkpoints) == ["ckpt-1"]
+    manager.save()
+    assert files(tmp_path) == ["checkpoint", "ckpt-2.pt"]
+
+
+def test_files_that_are_gone_are_not_listed(checkpoint, tmp_path):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
+    manager.save()
+    manager.save()
+    os.unlink(tmp_path / "ckpt-2.pt")
+    assert names(ts.train.CheckpointManager(checkpoint, tmp_path, None).checkpoints) == ["ckpt-1"]
+    assert ts.train.latest_checkpoint(tmp_path) is None
+
+
+def test_initialize(checkpoint, tmp_path):
+    called = []
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, 1, init_fn=lambda: called.append(1))
+    assert manager.restore_or_initialize() is None
+    assert called == [1]
+    manager.save()
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert called == [1]
+
+
+def test_some_are_kept_for_good(checkpoint, tmp_path, monkeypatch):
+    hours = iter(range(100))
+    monkeypatch.setattr("time.time", lambda: next(hours) * 3600.0)
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, 1, keep_checkpoint_every_n_hours=3)  # at hour 0
+    for _ in range(8):  # at hours 1, 2, ...
+        manager.save()
+    assert names(manager.checkpoints) == ["ckpt-8"]
+    assert files(tmp_path) == ["checkpoint", "ckpt-3.pt", "ckpt-6.pt", "ckpt-8.pt"]
+
+
+def test_a_failed_save_changes_nothing(checkpoint, tmp_path):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, 1)
+    manager.save()
+    checkpoint.broken = Broken()
+    with pytest.raises(OSError, match="no state"):
+        manager.save()
+    assert names(manager.checkpoints) == ["ckpt-1"]
+    assert files(tmp_path) == ["checkpoint", "ckpt-1.pt"]
+    assert checkpoint.save_counter == 1
+
+
+class Broken:
+    def state_dict(self):
+        raise OSError("no state")
+
+    def load_state_dict(self, state):
+        raise OSError("no state")

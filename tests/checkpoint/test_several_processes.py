@@ -1,0 +1,123 @@
+"""Checkpoints of a job of several processes: written once, and all ranks succeed or fail together."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from torchmetrics import SumMetric
+
+import torchstrategy as ts
+
+
+def make(strategy):
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "metric": SumMetric(), "step": torch.tensor(0)}
+
+
+def train_step(objects):
+    rank = ts.get_replica_context().replica_id_in_sync_group
+    loss = objects["model"](torch.tensor([[1.0, rank + 1.0]])).sum()
+    objects["optimizer"].zero_grad()
+    loss.backward()
+    objects["optimizer"].step()
+    objects["metric"].update(rank + 1.0)
+    objects["step"].add_(1)
+
+
+def save_and_go_on(directory):
+    strategy = ts.MirroredStrategy()
+    objects = make(strategy)
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(**objects), directory, max_to_keep=2)
+    paths = []
+    for _ in range(3):
+        strategy.run(train_step, args=(objects,))
+        paths.append(manager.save())
+    kept, saved = manager.checkpoints, objects["model"].weight.tolist()
+    strategy.run(train_step, args=(objects,))
+    return paths, kept, saved, objects["model"].weight.tolist()
+
+
+def restore_and_go_on(directory, strategy=None):
+    strategy = strategy or ts.MirroredStrategy()
+    objects = make(strategy)
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(**objects), directory, max_to_keep=2)
+    path = manager.restore_or_initialize()
+    restored = objects["model"].weight.tolist()
+    strategy.run(train_step, args=(objects,))
+    return path, restored, objects["metric"].compute().item(), objects["model"].weight.tolist()
+
+
+def test_saved_by_processes_and_restored_with_any_strategy(process_pool, tmp_path):
+    directory = str(tmp_path / "run")
+    results = process_pool(2).run(save_and_go_on, directory)
+    paths, kept, saved, final = results[0]
+    assert results[1] == results[0]
+    assert paths == [f"{directory}/ckpt-{i}" for i in (1, 2, 3)]
+    assert kept == paths[1:]
+    assert sorted(os.listdir(directory)) == ["checkpoint", "ckpt-2.pt", "ckpt-3.pt"]
+    threads = restore_and_go_on(directory, ts.MirroredStrategy(["cpu:0", "cpu:1"]))
+    for path, restored, total, continued in (*process_pool(2).run(restore_and_go_on, directory), threads):
+        assert path == paths[-1]
+        assert restored == saved
+        assert total == 4 * (1.0 + 2.0)  # both replicas' values of all steps
+        assert continued == [pytest.approx(final[0])]
+
+
+def save_where_the_chief_cannot(directory):
+    objects = make(ts.MirroredStrategy())
+    checkpoint = ts.train.Checkpoint(**objects)
+    with pytest.raises(RuntimeError) as raised:
+        checkpoint.save(os.path.join(directory, "file", "ck"))
+    path = checkpoint.save(os.path.join(directory, "ck"))  # the job goes on
+    return str(raised.value), checkpoint.save_counter, path
+
+
+def test_a_failed_write_raises_on_every_rank(process_pool, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for message, counter, path in process_pool(2).run(save_where_the_chief_cannot, str(tmp_path)):
+        assert message.startswith("Rank 0 could not write the checkpoint")
+        assert "FileExistsError" in message or "NotADirectoryError" in message
+        assert (counter, path) == (1, str(tmp_path / "ck-1"))
+
+
+def restore_where_one_rank_cannot(directory):
+    strategy = ts.MirroredStrategy()
+    objects = make(strategy)
+    path = ts.train.Checkpoint(**objects).save(os.path.join(directory, "ck"))
+    own = os.path.join(directory, str(strategy.workers.rank))
+    os.makedirs(own)
+    shutil.copy(path + ".pt", own)
+    if strategy.workers.rank == 1:
+        os.truncate(os.path.join(own, "ck-1.pt"), 100)
+    objects["step"].fill_(7)
+    with pytest.raises(RuntimeError) as raised:
+        ts.train.Checkpoint(**objects).restore(os.path.join(own, "ck-1"))
+    return type(raised.value).__name__, str(raised.value), objects["step"].item()
+
+
+def test_all_ranks_restore_or_none(process_pool, tmp_path):
+    first, second = process_pool(2).run(restore_where_one_rank_cannot, str(tmp_path))
+    assert first[0] == "RuntimeError"
+    assert "Rank 1 could not restore the checkpoint ck-1, so no rank did: DataLossError" in first[1]
+    assert second[0] == "DataLossError"
+    assert first[2] == second[2] == 7
+
+
+def restore_from_different_directories(directory):
+    strategy = ts.MirroredStrategy()
+    own = os.path.join(directory, str(strategy.workers.rank))
+    if strategy.workers.rank == 0:  # without objects of the strategy, this process saves by itself
+        ts.train.Checkpoint(step=torch.tensor(1)).save(os.path.join(own, "ckpt"))
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(**make(strategy)), own, max_to_keep=1)
+    with pytest.raises(RuntimeError) as raised:
+        manager.restore_or_initialize()
+    return str(raised.value)
+
+
+def test_managers_that_see_different_directories(process_pool, tmp_path):
+    for message in process_pool(2).run(restore_from_different_directories, str(tmp_path)):
+        assert "rank 0: ckpt-1\n  rank 1: None" in message

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+import torchstrategy as ts
+from torchstrategy import log
+from torchstrategy.strategies.default import DefaultStrategy
+
+
+def test_is_one_object_and_passes_everything_through():
+    strategy = ts.get_strategy()
+    assert strategy is ts.get_strategy()
+    data, value = [torch.ones(2)], object()
+    assert strategy.experimental_distribute_dataset(data) is data
+    assert strategy.run(lambda x, *, y: (x, y), args=(value,), kwargs={"y": 2}) == (value, 2)
+    assert strategy.reduce("SUM", value) is value
+    assert strategy.experimental_local_results(value) == (value,)
+    assert strategy.num_replicas_in_sync == 1
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 1)).sum().backward()
+    strategy.run(optimizer.step)
+
+
+def test_own_dataset_function_and_values():
+    strategy = ts.get_strategy()
+    assert strategy.distribute_datasets_from_function(lambda context: [context.num_replicas_in_sync]) == [1]
+    assert strategy.experimental_distribute_values_from_function(lambda context: context.num_replicas_in_sync) == 1
+
+
+def test_wrong_arguments():
+    strategy = ts.get_strategy()
+    with pytest.raises(TypeError, match="callable"):
+        strategy.run(3)
+    with pytest.raises(ValueError, match="list or tuple"):
+        strategy.run(abs, args=torch.ones(1))
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        strategy.run(lambda: strategy.run(lambda: 1))
+
+
+@pytest.mark.parametrize("make", [DefaultStrategy, lambda: ts.OneDeviceStrategy("cpu:0")])
+def test_independent_copies_are_warned_of_once(make, monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = []
+    monkeypatch.setattr(log.warnings, "warn", lambda message, *args, **kwargs: said.append(message))
+    strategy = make()
+    for _ in range(2):
+        strategy.run(lambda: 1)
+    assert len(said) == 1
+    assert "independent copy" in said[0]

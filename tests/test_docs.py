@@ -1,0 +1,106 @@
+"""Every Python block in the README and the documentation runs, and what the pages point at exists.
+
+The blocks of one page run in order and share their names, in an empty working folder. Lines with ``>>>`` are doctests.
+A block after the comment ``<!-- not run: reason -->`` is only compiled.
+"""
+
+import ast
+import contextlib
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchstrategy as ts
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^(?P<skip><!-- not run: [^>]+ -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
+MAKE = re.compile(r"^(?:\$ )?make ([\w-]+)", re.MULTILINE)
+RECIPE = re.compile(r"\brecipes/\w+\.py\b")
+
+
+def page_id(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text):
+    """Yield (line, code, whether it runs) for each Python block of a page."""
+    for match in FENCE.finditer(text):
+        if match["language"] in ("python", "py", "pycon"):
+            yield text[: match.start("code")].count("\n") + 1, match["code"], match["skip"] is None
+
+
+def run_page(text, name):
+    """Run a page's Python blocks in order; the first failing one raises."""
+    names = {"__name__": "__main__", "torch": torch, "ts": ts}
+    for line, code, runs in blocks(text):
+        if ">>> " in code:
+            example = doctest.DocTestParser().get_doctest(code, names, name, name, line - 1)
+            doctest.DebugRunner(optionflags=doctest.ELLIPSIS).run(example, clear_globs=False)
+            names.update(example.globs)
+        else:
+            compiled = compile("\n" * (line - 1) + code, name, "exec")
+            if runs:
+                exec(compiled, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(None):
+        run_page(page.read_text(encoding="utf-8"), str(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_points_at_what_exists(page):
+    text = page.read_text(encoding="utf-8")
+    targets = {page.parent / link for link in LINK.findall(text)} | {ROOT / recipe for recipe in RECIPE.findall(text)}
+    assert [str(target) for target in sorted(targets) if not target.exists()] == []
+    goals = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(MAKE.findall(text)) - goals == set()
+
+
+def test_pages_were_found():
+    names = {page_id(page) for page in PAGES}
+    assert {"README.md", "docs/index.md", "docs/guide/custom_loop.md"} <= names
+    assert sum(len(list(blocks(page.read_text(encoding="utf-8")))) for page in PAGES) > 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nraise ValueError('wrong')\n```\n",
+        "```python\nx = 1\n```\n\n```pycon\n>>> x\n2\n```\n",
+        "<!-- not run: needs a GPU -->\n```python\nthis is no Python\n```\n",
+    ],
+)
+def test_a_wrong_block_fails(text):
+    with pytest.raises((ValueError, doctest.DocTestFailure, SyntaxError)):
+        run_page(text, "page")
+
+
+def test_a_block_that_is_not_run_is_compiled_only():
+    run_page("<!-- not run: needs a GPU -->\n```python\nraise ValueError('not reached')\n```\n", "page")
+
+
+def messages_of_the_library():
+    """Return the library's string literals with ``…`` for each value put in."""
+    for path in (ROOT / "torchstrategy").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_troubleshooting_quotes_real_messages():
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [heading[1] for heading in re.findall(r"^### (`+) ?(.*?) ?\1$", page, re.M)]
+    assert len(quoted) > 10
+    messages = "\n".join(messages_of_the_library())
+    assert [message for message in quoted if message not in messages] == []

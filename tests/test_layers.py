@@ -1,0 +1,194 @@
+"""The direction of imports, read from the syntax trees: imports inside functions count too, type-only ones do not."""
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "torchstrategy"
+
+# A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
+LAYERS = [
+    {"errors", "options", "tree", "log", "version"},
+    {"devices", "context"},
+    {"values", "cluster_resolver"},
+    {"collectives", "data"},
+    {"replicas"},
+    {"gradients"},
+    {"optimizer_hooks", "replica_context", "scope"},
+    {"strategy"},
+    {"strategies"},
+    {"nn", "metrics", "checkpoint", "testing"},
+    {"experimental", "train"},
+    {"__init__"},
+]
+LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
+
+# Packages that only some files may import; everything else must not know them.
+CONFINED = {
+    "hydra": (),
+    "omegaconf": (),
+    "torch_xla": ("collectives/xla.py", "strategies/tpu.py", "cluster_resolver/tpu.py"),
+    "torch.utils._pytree": ("tree.py",),
+}
+
+FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+
+def imported_modules(tree, modules):
+    """Yield (line, dotted name) for every import; of our own names, the module that they stand in."""
+    for node in _nodes_that_run(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{prefix}.{alias.name}"
+                yield node.lineno, full if full in modules or not is_ours(full) else prefix
+
+
+def _nodes_that_run(node):
+    yield node
+    is_type_only = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    for child in node.orelse if is_type_only else ast.iter_child_nodes(node):
+        yield from _nodes_that_run(child)
+
+
+def violations(source, path, modules):
+    """Return what is wrong with the imports of the file ``path`` (relative to the package), one line for each."""
+    unit = Path(path).parts[0].removesuffix(".py")
+    found = []
+    for line, name in imported_modules(ast.parse(source), modules):
+        problem = _outside_problem(name, path) if not is_ours(name) else _inside_problem(name, path, unit)
+        if problem:
+            found.append(f"{PACKAGE}/{path}:{line}: {problem}")
+    return found
+
+
+def is_ours(name):
+    return name.startswith(".") or name.split(".")[0] == PACKAGE
+
+
+def _outside_problem(name, path):
+    for package, files in CONFINED.items():
+        if (name == package or name.startswith(package + ".")) and path not in files:
+            return f"imports {name}, which only {list(files) or 'recipes'} may"
+    return None
+
+
+def _inside_problem(name, path, unit):
+    if name.startswith("."):
+        return f"imports {name}: imports are absolute"
+    parts = name.split(".")
+    if len(parts) == 1:
+        return None if unit in LAYERS[-1] else "imports torchstrategy itself, not the module that defines the name"
+    other = parts[1]
+    if other not in LAYER_OF:
+        return f"imports {name}, which stands in no layer of this test"
+    if unit == other == "strategies" and len(parts) > 2 and not path.endswith("__init__.py"):
+        return f"imports {name}: a strategy never imports another strategy"
+    if unit != other and LAYER_OF[other] >= LAYER_OF[unit]:
+        return f"imports {name} of layer {LAYER_OF[other]} from layer {LAYER_OF[unit]}"
+    return None
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(sources, modules):
+    """Return which of our modules each one imports, by dotted name; the package root is left out."""
+    ours = modules - {PACKAGE}
+    return {
+        module: {name for _, name in imported_modules(ast.parse(source), modules) if name in ours}
+        for module, source in sources.items()
+        if module != PACKAGE
+    }
+
+
+def find_cycle(graph):
+    """Return the modules of one import cycle in order, or ``None``."""
+    done, trail = set(), []
+
+    def visit(module):
+        if module in trail:
+            return trail[trail.index(module) :]
+        if module in done:
+            return None
+        trail.append(module)
+        cycle = next(filter(None, map(visit, sorted(graph.get(module, ())))), None)
+        trail.pop()
+        done.add(module)
+        return cycle
+
+    return next(filter(None, map(visit, sorted(graph))), None)
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / PACKAGE)))
+def test_imports_point_downwards(path):
+    relative = path.relative_to(ROOT / PACKAGE).as_posix()
+    assert relative.split("/")[0].removesuffix(".py") in LAYER_OF, "give the new module a layer in this test"
+    assert violations(path.read_text(encoding="utf-8"), relative, MODULES) == []
+
+
+def test_no_import_cycles():
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in FILES}
+    assert sources
+    assert find_cycle(import_graph(sources, MODULES)) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "problem"),
+    [
+        ("values.py", "from torchstrategy.strategy import Strategy", "of layer 7 from layer 2"),
+        ("values.py", "def f():\n    import torchstrategy.strategies.mirrored", "of layer 8 from layer 2"),
+        ("collectives/base.py", "from torchstrategy.data import split", "of layer 3 from layer 3"),
+        ("strategies/one_device.py", "from torchstrategy.strategies.default import get_strategy", "another strategy"),
+        ("nn.py", "from torchstrategy import get_strategy", "imports torchstrategy itself"),
+        ("nn.py", "from . import tree", "absolute"),
+        ("strategy.py", "import hydra.utils", "only recipes may"),
+        ("values.py", "import torch.utils._pytree as pytree", "only ['tree.py'] may"),
+        ("values.py", "from torch.utils._pytree import tree_map", "only ['tree.py'] may"),
+        ("values.py", "from torch.utils import _pytree", "only ['tree.py'] may"),
+        ("values.py", "from torchstrategy.utils import thing", "no layer"),
+        (
+            "values.py",
+            "if TYPE_CHECKING:\n    x = 1\nelse:\n    import torchstrategy.nn",
+            "of layer 9 from layer 2",
+        ),
+    ],
+)
+def test_checker_finds(path, source, problem):
+    (found,) = violations(textwrap.dedent(source), path, MODULES)
+    assert problem in found
+
+
+def test_checker_accepts_lower_layers_and_own_package():
+    source = """
+        import torch
+        from torchstrategy import tree
+        from torchstrategy.collectives.base import Collective
+
+        if TYPE_CHECKING:
+            from torchstrategy.strategy import Strategy
+        """
+    assert (
+        violations(textwrap.dedent(source), "collectives/in_process.py", MODULES | {"torchstrategy.collectives.base"})
+        == []
+    )
+
+
+def test_cycle_is_found():
+    modules = {"torchstrategy.data.a", "torchstrategy.data.b", "torchstrategy.data.c"}
+    sources = {
+        "torchstrategy.data.a": "from torchstrategy.data import b",
+        "torchstrategy.data.b": "def f():\n    from torchstrategy.data.c import g",
+        "torchstrategy.data.c": "import torchstrategy.data.a",
+    }
+    assert find_cycle(import_graph(sources, modules)) == sorted(modules)

@@ -1,0 +1,129 @@
+"""The public names and their signatures are those of public_api.txt, so that the surface can't change unnoticed.
+
+After an intended change, write the new list with ``python tests/test_public_api.py`` and review its diff.
+"""
+
+import enum
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+PUBLIC_API = Path(__file__).with_name("public_api.txt")
+DOCS_API = Path(__file__).parents[1] / "docs" / "api"
+
+MODULES = [
+    "torchstrategy",
+    "torchstrategy.errors",
+    "torchstrategy.experimental",
+    "torchstrategy.metrics",
+    "torchstrategy.nn",
+    "torchstrategy.testing",
+    "torchstrategy.train",
+]
+
+
+def describe_api():
+    """Return one line for each public name: its signature, or what else it is."""
+    lines = []
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in sorted(module.__all__):
+            lines += _describe(module_name, name, getattr(module, name))
+    return lines
+
+
+def _describe(module_name, name, value):
+    full = f"{module_name}.{name}"
+    if inspect.ismodule(value):
+        return [f"{full}: module"]
+    if inspect.isclass(value):
+        return [f"{full}{_bases(value)}", *_members(full, value)]
+    if callable(value):
+        return [full + _signature(value)]
+    return [f"{full}: {type(value).__name__}"]
+
+
+def _bases(cls):
+    if issubclass(cls, enum.Enum):
+        return ": " + " | ".join(cls.__members__)
+    if issubclass(cls, BaseException):
+        return ": " + ", ".join(base.__name__ for base in cls.__mro__[1:] if base not in (object, BaseException))
+    return _signature(cls)
+
+
+def _members(full, cls):
+    names = {name for base in cls.__mro__ if base is cls or _is_private(base) for name in vars(base)}
+    for name in sorted(names):
+        if name.startswith("_") or name in getattr(cls, "__members__", ()):
+            continue
+        member = inspect.getattr_static(cls, name)
+        function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+        if inspect.isfunction(function):
+            kind = f" [{type(member).__name__}]" if function is not member else ""
+            yield f"{full}.{name}{_signature(function)}{kind}"
+        else:
+            yield f"{full}.{name}: {'property' if isinstance(member, property) else 'attribute'}"
+
+
+def _is_private(cls):
+    """Say whether a base class is ours and not public itself: its members are then listed with the subclass."""
+    exported = [getattr(importlib.import_module(module), cls.__name__, None) for module in MODULES]
+    return cls.__module__.split(".")[0] == "torchstrategy" and cls not in exported
+
+
+def _signature(function):
+    """Return the parameters without their types, which Python versions print differently."""
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return re.sub(r"<(\w+\.\w+): [^>]+>", r"\1", text)  # enum members
+
+
+def test_public_names_and_signatures():
+    expected = PUBLIC_API.read_text(encoding="utf-8").splitlines()
+    actual = describe_api()
+    gone, new = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
+    assert (gone, new) == ([], []), "if intended: run `python tests/test_public_api.py` and review the diff"
+    assert actual == expected
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_is_complete(name):
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    strangers = {n for n, value in vars(module).items() if not n.startswith("_") and not inspect.ismodule(value)}
+    assert strangers - set(module.__all__) - {"annotations"} - _imported_for_use(module) == set()
+
+
+def _imported_for_use(module):
+    """Return the names that a module with code of its own imports; a module of re-exports has none."""
+    source = inspect.getsource(module)
+    if re.search(r"^(def|class) ", source, re.MULTILINE) is None:
+        return set()
+    return {n for n, value in vars(module).items() if getattr(value, "__module__", None) != module.__name__}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_documented(name):
+    module = importlib.import_module(name)
+    undocumented = [
+        n for n in module.__all__ if callable(value := getattr(module, n)) and not (value.__doc__ or "").strip()
+    ]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_on_an_api_page(name):
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS_API.glob("*.md"))
+    assert re.search(rf"automodule:: {re.escape(name)}$", pages, re.MULTILINE)
+    module = importlib.import_module(name)
+    # autodoc lists what stands in the module; what the module provides on demand must be named on the page.
+    lazy = [n for n in module.__all__ if n not in vars(module) or hasattr(module, "__getattr__")]
+    assert [n for n in lazy if not re.search(rf"auto\w+:: {re.escape(name)}\.{n}$", pages, re.MULTILINE)] == []
+
+
+if __name__ == "__main__":
+    PUBLIC_API.write_text("\n".join(describe_api()) + "\n", encoding="utf-8")

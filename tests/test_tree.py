@@ -1,0 +1,50 @@
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+
+from torchstrategy import tree
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Box:
+    a: object
+    b: object = None
+    size: int = field(default=0, init=False)
+
+
+STRUCTURES = [
+    3,
+    None,
+    (),
+    {},
+    [1, (2, None)],
+    {"b": 1, "a": [2, {"c": 3}]},
+    Pair(1, [2]),
+    OrderedDict(z=1, a=2),
+    {"x": Box((1, 2), Box(3))},
+    Pair(Box(1), (Box([2]),)),
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_flatten_and_unflatten(structure):
+    leaves, spec = tree.flatten(structure)
+    assert spec.unflatten(leaves) == structure
+    assert tree.map_leaves(lambda leaf: leaf, structure) == structure
+
+
+def test_map_leaves_keeps_containers():
+    assert tree.map_leaves(lambda x: x * 2, {"p": Pair(1, [2]), "d": Box(3, (4,))})["p"] == Pair(2, [4])
+
+
+def test_map_structure():
+    assert tree.map_structure(lambda a, b: a + b, [{"x": (1, 2)}, {"x": (10, 20)}]) == {"x": (11, 22)}
+    with pytest.raises(ValueError, match="same nested structure"):
+        tree.map_structure(max, [(1,), [1]])
+    with pytest.raises(ValueError, match="same nested structure"):
+        tree.map_structure(max, [{"a": 1}, {"b": 1}])
+    assert not tree.same_structure((1,), (1, 2))
+    assert tree.same_structure({"a": 1}, {"a": None})

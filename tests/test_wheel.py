@@ -1,0 +1,86 @@
+"""The README's script runs from an installed wheel, outside the checkout, under `python` and under `torchrun`."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """Return a folder with nothing but the installed wheel, to be put on PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("site")
+    pip("install", str(wheel), "--no-deps", "--target", str(folder))
+    return folder
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return the README's script as a file of its own, far from the checkout."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    path = tmp_path / "train.py"
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
+def pip(*arguments):
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, timeout=100)
+
+
+def run(command, site, folder):
+    """Run a command that sees the wheel instead of the checkout and return what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_wheel_holds_the_library_only(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    folders = {name.split("/")[0] for name in names}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"torchstrategy"}
+    assert "torchstrategy/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_installed_copy_is_the_one_that_runs(site, tmp_path):
+    printed = run([sys.executable, "-c", "import torchstrategy; print(torchstrategy.__file__)"], site, tmp_path)
+    assert Path(printed.strip()).is_relative_to(site)
+
+
+@pytest.mark.slow
+def test_script_gives_the_same_losses_however_it_is_started(site, script, tmp_path):
+    plain = losses(run([sys.executable, str(script)], site, tmp_path))
+    assert len(plain) == 5
+    assert plain[-1] < plain[0] / 2
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    assert losses(run(torchrun, site, tmp_path)) == pytest.approx(plain, rel=1e-4)
+
+    two_replicas = tmp_path / "two_replicas.py"
+    source = script.read_text(encoding="utf-8")
+    assert "MirroredStrategy()" in source
+    two_replicas.write_text(source.replace("MirroredStrategy()", 'MirroredStrategy(devices=["cpu:0", "cpu:1"])'))
+    assert losses(run([sys.executable, str(two_replicas)], site, tmp_path)) == pytest.approx(plain, rel=1e-4)
+
+
+def losses(printed):
+    return [float(value) for value in re.findall(r"loss (\d+\.\d+)", printed)]
