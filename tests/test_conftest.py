@@ -2,36 +2,74 @@
 
 from pathlib import Path
 
-import pytest
-
 pytest_plugins = ["pytester"]
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
+LEAKS = """
+import os
+import threading
+import time
 
-@pytest.mark.parametrize(
-    ("statement", "message"),
-    [
-        ("os.environ['LEFT_BEHIND'] = '1'", "*changed environment variables*LEFT_BEHIND*"),
-        ("threading.Thread(target=time.sleep, args=(4,), name='left-behind').start()", "*threads*left-behind*"),
-        ("ts.experimental_set_strategy(ts.OneDeviceStrategy('cpu:0'))", "*left a current strategy*"),
-        ("ts.OneDeviceStrategy('cpu:0').scope().__enter__()", "*left a current strategy*"),
-    ],
-)
-def test_leak_is_an_error(pytester, statement, message):
+import torchstrategy as ts
+
+
+def test_environment():
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(4,), name="left-behind").start()
+
+
+def test_strategy():
+    ts.experimental_set_strategy(ts.OneDeviceStrategy("cpu:0"))
+
+
+def test_scope():
+    ts.OneDeviceStrategy("cpu:0").scope().__enter__()
+
+
+def test_what_comes_next():
+    assert "LEFT_BEHIND" not in os.environ
+    assert not ts.has_strategy()
+"""
+
+NEEDS_A_GPU = """
+import pytest
+
+
+@pytest.mark.gpu
+def test_gpu():
+    raise AssertionError
+"""
+
+
+# In processes of their own: an open scope must not stay in the one that runs the other tests.
+
+
+def test_leaks_are_errors(pytester):
     pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
-    pytester.makepyfile(
-        f"import os, threading, time\nimport torchstrategy as ts\n\n\ndef test_leak():\n    {statement}\n\n\n"
-        "def test_next():\n    assert 'LEFT_BEHIND' not in os.environ and not ts.has_strategy()\n"
+    pytester.makepyfile(LEAKS)
+    result = pytester.runpytest_subprocess("-p", "no:xdist")
+    result.assert_outcomes(passed=5, errors=4)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR at teardown of test_environment*",
+            "*changed environment variables*LEFT_BEHIND*",
+            "*ERROR at teardown of test_thread*",
+            "*threads that keep the process alive*left-behind*",
+            "*ERROR at teardown of test_strategy*",
+            "*left a current strategy*",
+            "*ERROR at teardown of test_scope*",
+            "*left a current strategy*",
+        ]
     )
-    result = pytester.runpytest("-p", "no:xdist")
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines([message])
 
 
 def test_marked_tests_are_skipped_where_the_hardware_is_missing(pytester, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
     pytester.makeini("[pytest]\nmarkers = gpu")
-    pytester.makepyfile("import pytest\n\n\n@pytest.mark.gpu\ndef test_gpu():\n    raise AssertionError\n")
-    pytester.runpytest("-p", "no:xdist").assert_outcomes(skipped=1)
+    pytester.makepyfile(NEEDS_A_GPU)
+    pytester.runpytest_subprocess("-p", "no:xdist").assert_outcomes(skipped=1)

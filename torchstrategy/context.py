@@ -50,7 +50,7 @@ def pop_frame(frame: Frame) -> None:
     Raises:
         RuntimeError: it is not: scopes were left in another order than entered, or twice.
     """
-    if not _stack.frames or _stack.frames[-1] is not frame:
+    if not _stack.frames or _stack.frames[-1] != frame:
         raise RuntimeError(
             "Strategy scope nesting error: a scope was left twice, or scopes were left in another order than they "
             "were entered. Use `with strategy.scope():`."

@@ -26,9 +26,19 @@ from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.values import PerReplica
 
-__all__ = ["GradientSum", "GradientSummer", "is_marked", "mark", "optimizer_parameters", "unmark"]
+__all__ = [
+    "GradientSum",
+    "GradientSummer",
+    "is_marked",
+    "mark",
+    "mark_applied",
+    "note_backward",
+    "optimizer_parameters",
+    "unmark",
+]
 
 _MARK = "_ts_summed"
+_UNUSED_SUM = "_ts_unused_sum"
 
 
 class GradientSum(NamedTuple):
@@ -140,6 +150,8 @@ class GradientSummer:
         dense = sparse = marked = 0
         for k, column in enumerate(columns):
             present = [parameter.grad for parameter in column if parameter.grad is not None]
+            for parameter in column:
+                _check_not_mixed(k, parameter)
             marks = [is_marked(parameter) for parameter in column]
             if any(marks) and not all(marks):
                 raise RuntimeError(
@@ -167,7 +179,7 @@ class GradientSummer:
     def _exchange(self, record: _Record, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
         if self._workers is None:
             return [record]
-        operation = "the sum of gradients (optimizer.step or sum_gradients)" if columns else "sync_buffers"
+        operation = "the sum of gradients" if columns else "sync_buffers"
         records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
         if any(row.plan != record.plan for row in records):
             layout = [[list(column[0].shape), str(column[0].dtype)] for column in columns]
@@ -198,24 +210,24 @@ class GradientSummer:
         if self._workers is None:
             raise RuntimeError("Buckets travel between processes only.")
         packed = [pack([tensors[i] for i in bucket]) for bucket in buckets]
-        works = [self._workers.start_sum(flat) for flat in packed]
+        waits = [self._workers.start_sum(flat, "the sum of gradients") for flat in packed]
         results = []
-        for bucket, flat, work in zip(buckets, packed, works, strict=True):
-            self._workers.finish(work, "the sum of gradients")
+        for bucket, flat, wait in zip(buckets, packed, waits, strict=True):
+            wait()
             results += list(zip(bucket, unpack(flat, [tensors[i] for i in bucket]), strict=True))
         return results
 
     def _sum_sparse(self, column: Sequence[Tensor]) -> None:
-        devices = self._placement.devices
-        grads = [torch.zeros_like(p, layout=torch.sparse_coo) if p.grad is None else p.grad for p in column]
+        present = [parameter.grad for parameter in column if parameter.grad is not None]
+        grads = present or [torch.zeros_like(column[0], layout=torch.sparse_coo)]
         first = grads[0].device
         indices = torch.cat([grad._indices().to(first) for grad in grads], 1)
         values = torch.cat([grad._values().to(first) for grad in grads])
+        total = torch.sparse_coo_tensor(indices, values, column[0].shape, check_invariants=False)
         if self._workers is not None:
-            indices = torch.cat(self._workers.all_gather_tensors(indices.t().contiguous(), "sparse gradient"), 0).t()
-            values = torch.cat(self._workers.all_gather_tensors(values, "sparse gradient"), 0)
-        total = torch.sparse_coo_tensor(indices, values, column[0].shape, check_invariants=False).coalesce()
-        for parameter, device in zip(column, devices, strict=True):
+            total = self._workers.sum_sparse(total, "the sum of sparse gradients")
+        total = total.coalesce()
+        for parameter, device in zip(column, self._placement.devices, strict=True):
             parameter.grad = total.to(tensor_device(device), copy=True)
 
     def _sync_buffers(self, slots: Sequence[Slot], weights: Sequence[float]) -> None:
@@ -224,7 +236,7 @@ class GradientSummer:
             return
         placement = self._placement
         own = [weights[i] / count for i in placement.local_replica_ids]
-        parts = [self._buffers.contributions(slot, own, placement.first_replica == 0) for slot in slots]
+        parts = [self._buffers.contributions(slot, own, holds_first=placement.first_replica == 0) for slot in slots]
         if len(placement.devices) > 1:
             pairs = [(PerReplica(part), placement.devices) for part in parts]
             parts = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
@@ -252,21 +264,88 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+class _Mark(NamedTuple):
+    """What a gradient is: ``"summed"`` over replicas, ``"applied"`` by a step, or ``"mixed"`` with a later backward's.
+
+    ``version`` is the gradient's at that moment.
+    """
+
+    kind: str
+    version: int
+
+
 def mark(parameter: Tensor) -> None:
     """Note that a parameter's gradient is the sum over replicas."""
     if parameter.grad is not None:
-        setattr(parameter.grad, _MARK, True)
+        setattr(parameter.grad, _MARK, _Mark("summed", parameter.grad._version))
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):  # else nobody would call `note_backward`
+            setattr(parameter, _UNUSED_SUM, True)
+
+
+def mark_applied(parameter: Tensor) -> None:
+    """Note that a step has used a parameter's sum: another step may, but another backward must not add to it."""
+    if parameter.grad is not None and is_marked(parameter):
+        setattr(parameter.grad, _MARK, _Mark("applied", parameter.grad._version))
+    _forget_unused_sum(parameter)
 
 
 def unmark(parameter: Tensor) -> None:
     """Forget that a parameter's gradient was summed."""
-    if parameter.grad is not None and is_marked(parameter):
+    if parameter.grad is not None and hasattr(parameter.grad, _MARK):
         delattr(parameter.grad, _MARK)
+    _forget_unused_sum(parameter)
 
 
 def is_marked(parameter: Tensor) -> bool:
-    """Say whether a parameter's gradient is the sum over replicas."""
-    return parameter.grad is not None and hasattr(parameter.grad, _MARK)
+    """Say whether a parameter's gradient is the sum over replicas; edits after the step end that."""
+    found = _mark_of(parameter)
+    if parameter.grad is None:
+        return False
+    if found is None:  # the program may have replaced a summed gradient, as in `p.grad = clip(p.grad)`
+        return hasattr(parameter, _UNUSED_SUM)
+    return found.kind == "summed" or (found.kind == "applied" and found.version == parameter.grad._version)
+
+
+def note_backward(parameter: Tensor) -> None:
+    """Look at a parameter's gradient after a backward pass has added to it.
+
+    Raises:
+        RuntimeError: it is a sum over replicas that no step has used.
+    """
+    found = _mark_of(parameter)
+    if found is None or parameter.grad is None:
+        _forget_unused_sum(parameter)
+        return
+    if found.kind == "summed":
+        raise RuntimeError(
+            f"`backward` adds to a gradient (shape {tuple(parameter.shape)}) that is already the sum over replicas. "
+            "Call `optimizer.step()` or `optimizer.zero_grad()` after `sum_gradients` or `scaler.unscale_`, before "
+            "the next backward."
+        )
+    if parameter.grad._version == found.version + 1:  # nothing but this backward has touched it
+        setattr(parameter.grad, _MARK, _Mark("mixed", parameter.grad._version))
+    else:
+        unmark(parameter)
+
+
+def _forget_unused_sum(parameter: Tensor) -> None:
+    if hasattr(parameter, _UNUSED_SUM):
+        delattr(parameter, _UNUSED_SUM)
+
+
+def _mark_of(parameter: Tensor) -> _Mark | None:
+    found: _Mark | None = getattr(parameter.grad, _MARK, None)
+    return found
+
+
+def _check_not_mixed(k: int, parameter: Tensor) -> None:
+    found = _mark_of(parameter)
+    if found is not None and found.kind == "mixed":
+        raise RuntimeError(
+            f"`backward` has added to the gradient of parameter {k} (shape {tuple(parameter.shape)}) that the previous "
+            "`optimizer.step()` applied, which is a sum over replicas, so the new one can't be told apart. Call "
+            "`optimizer.zero_grad()` between a step and the next backward."
+        )
 
 
 def _dense_gradient(parameter: Tensor) -> Tensor:

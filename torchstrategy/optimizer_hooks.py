@@ -6,6 +6,7 @@ torch's global step hooks see every optimizer's ``step``. With one replica they 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy.context import current_replica_context
-from torchstrategy.gradients import is_marked, optimizer_parameters, unmark
+from torchstrategy.gradients import mark_applied, note_backward, optimizer_parameters, unmark
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import owner
@@ -33,7 +34,7 @@ def install() -> None:
 def prepare(obj: Any) -> None:
     """Make a recorded ``GradScaler`` sum gradients before it looks for infinities, and ``zero_grad`` end marks."""
     if isinstance(obj, torch.amp.GradScaler) and not isinstance(obj, _SummingScaler):
-        obj.__class__ = _summing_class(type(obj))
+        obj.__class__ = _summing_class(type(obj))  # type: ignore[arg-type]
     if isinstance(obj, Optimizer):
         obj.__dict__["zero_grad"] = functools.partial(_zero_grad, obj)
 
@@ -44,26 +45,26 @@ def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int 
     Args:
         parameter: a replica's own parameter.
         local_id: the replica's position in the process.
-        running: returns the position of the replica whose turn it is, or ``None``.
+        running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
+            have no context.
     """
+    own = weakref.ref(parameter)
 
     def check(tensor: Tensor) -> None:
-        current = running()
+        if tensor is not own():  # all replicas' copies of a parameter have the same hooks
+            return
+        context = current_replica_context()
+        current = running() if context is None else context.local_id
         if current is not None and current != local_id:
             raise RuntimeError(
                 f"The backward pass of local replica {current} reached a parameter (shape {tuple(tensor.shape)}) of "
                 f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
                 "to replica 0: read it from the model inside the replica function."
             )
-        if is_marked(tensor):
-            raise RuntimeError(
-                f"`backward` adds to a gradient (shape {tuple(tensor.shape)}) that is already the sum over replicas. "
-                "Call `optimizer.step()` or `optimizer.zero_grad()` after `sum_gradients` or `scaler.unscale_`, before "
-                "the next backward."
-            )
+        note_backward(tensor)
 
     if parameter.is_leaf and parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(check)
+        parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,14 +85,14 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _with_summed_closure(context, plain, args, kwargs)
 
 
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _after_step(optimizer: Any, *_: Any) -> None:
     context = current_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return
     context.step_depth -= 1
     if context.step_depth == 0:  # wrappers such as SAM step inside their own step
         for parameter in optimizer_parameters(resolve(optimizer)):
-            unmark(parameter)
+            mark_applied(parameter)
 
 
 def _with_summed_closure(
@@ -114,7 +115,7 @@ def _with_summed_closure(
     return (args[0], summed, *args[2:]), kwargs
 
 
-def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
     for parameter in optimizer_parameters(optimizer):
         unmark(parameter)
     type(optimizer).zero_grad(optimizer, set_to_none)

@@ -13,7 +13,7 @@ from torchstrategy import tree
 from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis, gather, gather_sizes
-from torchstrategy.context import current_frame
+from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.devices import tensor_device
 from torchstrategy.gradients import GradientSum, mark, optimizer_parameters
 from torchstrategy.options import ReduceOp
@@ -107,7 +107,7 @@ class ReplicaContext:
         tensors, spec = self._tensors(value, "all_reduce")
         if self.num_replicas_in_sync == 1:
             return value
-        operation = f"all_reduce({op.name})"
+        operation = f"all_reduce({op.name}){tree.describe(spec)}"
         # Autograd calls this again, later and maybe on another thread.
         results = differentiable_all_reduce(lambda values: self._all_reduce(op, values, operation), tensors)
         return spec.unflatten(list(results))
@@ -139,8 +139,9 @@ class ReplicaContext:
         leaves, spec = tree.flatten(value)
         for leaf in leaves:
             axis = check_gather_axis(axis, leaf)
+        operation = f"all_gather{tree.describe(spec)}"
         results = differentiable_all_gather(
-            lambda values: self._all_gather(values, axis),
+            lambda values: self._all_gather(values, axis, operation),
             lambda values: self._all_reduce(ReduceOp.SUM, values, "the gradient of all_gather"),
             axis,
             leaves,
@@ -169,8 +170,8 @@ class ReplicaContext:
             >>> def fn():
             ...     context = ts.get_replica_context()
             ...     return context.merge_call(lambda s, x: s.reduce("sum", x), args=(torch.tensor(1.0),))
-            >>> strategy.experimental_local_results(strategy.run(fn))
-            (tensor(2.), tensor(2.))
+            >>> strategy.run(fn)  # one tensor, the same on every replica
+            tensor(2.)
         """
         self._check_active("merge_call")
 
@@ -306,6 +307,13 @@ class ReplicaContext:
                     "nn.Parameter must be part of a module."
                 )
 
+    def __enter__(self) -> ReplicaContext:
+        push_frame(Frame(self._strategy, self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop_frame(Frame(self._strategy, self))
+
     def _meet(self, request: MergeRequest) -> Any:
         return self._strategy.hosting.meet(self.local_id, request)
 
@@ -322,17 +330,17 @@ class ReplicaContext:
 
         return self._meet(MergeRequest(operation, merge, [tensor.detach() for tensor in tensors]))  # type: ignore[no-any-return]
 
-    def _all_gather(self, tensors: Sequence[Tensor], axis: int) -> tuple[list[Tensor], list[int]]:
+    def _all_gather(self, tensors: Sequence[Tensor], axis: int, operation: str) -> tuple[list[Tensor], list[int]]:
         strategy = self._strategy
         replica_id = self._replica_id
 
         def merge(payloads: list[Sequence[Tensor]]) -> list[Any]:
-            _check_counts(payloads, "all_gather")
+            _check_counts(payloads, operation)
             with torch.no_grad():
                 columns = list(zip(*payloads, strict=True))
-                gathered = [gather(column, axis, strategy.workers, "all_gather") for column in columns]
+                gathered = [gather(column, axis, strategy.workers, operation) for column in columns]
                 sizes = [
-                    gather_sizes([tensor.shape[axis] for tensor in column], strategy.workers, "all_gather")
+                    gather_sizes([tensor.shape[axis] for tensor in column], strategy.workers, operation)
                     for column in columns
                 ]
             devices = strategy.placement.devices
@@ -341,7 +349,7 @@ class ReplicaContext:
                 for device in devices
             ]
 
-        own, sizes = self._meet(MergeRequest("all_gather", merge, [tensor.detach() for tensor in tensors]))
+        own, sizes = self._meet(MergeRequest(operation, merge, [tensor.detach() for tensor in tensors]))
         return own, [sum(row[:replica_id]) for row in sizes]
 
     def _tensors(self, value: Any, operation: str) -> tuple[list[Tensor], Any]:

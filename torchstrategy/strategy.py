@@ -13,7 +13,7 @@ from torchstrategy import tree
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, check_gather_axis, gather, reduce
-from torchstrategy.context import Frame, current_frame, current_replica_context
+from torchstrategy.context import Frame, current_frame, current_replica_context, pop_frame, push_frame
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
@@ -195,12 +195,15 @@ class Strategy:
             calls.append(own)
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, own_kwargs)))
         outer, self._running = self._running, tuple(contexts)
+        own_frame = Frame(self, None)  # the functions of merge_call see this strategy, also outside its scope
+        push_frame(own_frame)
         try:
             results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
         except Exception as error:
             self._explain(error, contexts)
             raise
         finally:
+            pop_frame(own_frame)
             self._running = outer
         return results[0] if len(results) == 1 else self._regroup(results)
 
@@ -234,6 +237,7 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         self._require_cross_replica()
+        self._agree_on_structure(f"Strategy.reduce({op.name})", value)
         return tree.map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -267,6 +271,7 @@ class Strategy:
         self._require_cross_replica()
         if self.num_replicas_in_sync == 1:
             return tree.map_leaves(lambda leaf: self._inputs_of(0, leaf), value)
+        self._agree_on_structure("Strategy.gather", value)
         return tree.map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -386,8 +391,8 @@ class Strategy:
             ValueError: the arrays have different lengths.
 
         Example:
-            >>> len(ts.get_strategy().make_experimental_numpy_dataset([[1.0], [2.0]][0]))
-            1
+            >>> len(ts.get_strategy().make_experimental_numpy_dataset(torch.ones(4, 2).numpy()))
+            4
         """
         return make_numpy_dataset(numpy_input)
 
@@ -540,6 +545,10 @@ class Strategy:
                 return original
         return leaf
 
+    def _agree_on_structure(self, operation: str, value: Any) -> None:
+        if self.workers is not None and (structure := tree.describe(tree.flatten(value)[1])):
+            self.workers.agree(f"{operation}{structure}", None, "structure")
+
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         num_local = len(self.placement.devices)
         values = leaf.values if isinstance(leaf, DistributedValues) else None
@@ -590,7 +599,7 @@ class Strategy:
     def _explain(self, error: Exception, contexts: Sequence[ReplicaContext]) -> None:
         """Say what the error can't: the shares of a small batch, and to the other ranks, that this one failed."""
         if self.workers is not None:
-            self.workers.report_failure("Strategy.run", error, contexts[0].replica_id_in_sync_group)
+            self.workers.watch.report("Strategy.run", error, contexts[0].replica_id_in_sync_group)
         shares = contexts[0].batch_shares
         if shares is None or not hasattr(error, "add_note") or self.num_replicas_in_sync == 1:
             return

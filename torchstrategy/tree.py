@@ -7,14 +7,16 @@ Containers are what torch's pytree knows (tuple, list, dict, OrderedDict, namedt
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils import _pytree
 
-__all__ = ["all_leaves", "flatten", "map_leaves", "map_structure", "same_structure"]
+__all__ = ["all_leaves", "describe", "flatten", "map_leaves", "map_structure", "same_structure"]
 
 _Spec = _pytree.TreeSpec
+_DESCRIBED = 120
 
 
 class _Fields:
@@ -72,6 +74,14 @@ def map_structure(fn: Callable[..., Any], structures: Sequence[Any]) -> Any:
 def same_structure(first: Any, second: Any) -> bool:
     """Say whether two structures differ in their leaves only."""
     return bool(flatten(first)[1] == flatten(second)[1])
+
+
+def describe(spec: _Spec) -> str:
+    """Return `` of `` and the structure, shortened; nothing for a single leaf."""
+    if spec.num_children == 0 and spec.num_leaves == 1:
+        return ""
+    text = " ".join(repr(spec).replace("TreeSpec", "").split())
+    return f" of {text}" if len(text) <= _DESCRIBED else f" of {text[:_DESCRIBED]}... ({zlib.crc32(text.encode()):x})"
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -147,9 +147,11 @@ def get_shares(leaf: Any) -> BatchShares | None:
 
 
 def set_shares(leaf: Any, shares: BatchShares) -> Any:
-    """Tag a batch's leaf (a tensor or a distributed value) and return it."""
+    """Tag a batch's leaf (a tensor, or a distributed value and its tensors) and return it."""
     if isinstance(leaf, DistributedValues):
         leaf.shares = shares
+        for value in leaf.values:
+            set_shares(value, shares)
     elif isinstance(leaf, torch.Tensor):
         leaf._ts_shares = shares  # type: ignore[attr-defined]
     return leaf

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -196,3 +199,208 @@ def different_models() -> None:
         nn.Linear(1, 2 + strategy.workers.rank)
         kept = nn.Linear(1, 2 + strategy.workers.rank)
     strategy.run(lambda: kept.weight)
+
+
+def message_of(fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def dtypes(devices: list[str] | None) -> dict[str, Tensor]:
+    """Every kind of number is added and gathered, and what comes back belongs to the program alone."""
+    strategy = ts.MirroredStrategy(devices)
+    found = {}
+    for dtype in DTYPES:
+        value = strategy.run(lambda: torch.ones(ts.get_replica_context().replica_id_in_sync_group, 2, dtype=dtype))  # noqa: B023
+        found[f"gather {dtype}"] = strategy.gather(value, axis=0)
+        if dtype is not torch.bool:
+            found[f"reduce {dtype}"] = strategy.reduce("sum", value, axis=0)
+    sparse = strategy.run(
+        lambda: torch.eye(5)[ts.get_replica_context().replica_id_in_sync_group].to_sparse().coalesce()
+    )
+    found["sparse"] = strategy.reduce("sum", sparse).to_dense()
+    return found
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64
+]  # fmt: skip
+
+
+def differentiated(devices: list[str] | None) -> tuple[list[float], ...]:
+    """In-place changes of results, a result that the loss does not use, and a second derivative."""
+    strategy = ts.MirroredStrategy(devices)
+
+    def fn() -> Tensor:
+        context = ts.get_replica_context()
+        x = torch.tensor(context.replica_id_in_sync_group + 1.0, requires_grad=True)
+        y, _, count = context.all_reduce("sum", (x * x, x * 3, torch.tensor(1)))
+        y += count
+        (first,) = torch.autograd.grad(y * y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x)
+        return torch.stack([y.detach(), first.detach(), second])
+
+    value = strategy.run(fn)
+    return tuple(part.tolist() for part in strategy.gather(value, axis=0).split(3))
+
+
+def in_order(devices: list[str] | None) -> list[list[int]]:
+    strategy = ts.MirroredStrategy(devices)
+    dataset = strategy.experimental_distribute_dataset(torch.arange(11), batch_size=7)
+    return [strategy.gather(strategy.run(lambda x: x, args=(batch,)), axis=0).tolist() for batch in dataset]
+
+
+def disagreements() -> list[str]:
+    """Return the messages of calls in which the ranks differ; none of them ends the job."""
+    strategy = ts.MirroredStrategy()
+    rank = strategy.workers.rank
+    tensors = {"first" if rank == 0 else "second": torch.ones(1)}
+    many = [torch.ones(1 + (i == 70 and rank)) for i in range(80)]
+    messages = [
+        message_of(lambda: strategy.run(lambda: ts.get_replica_context().all_reduce("sum", tensors))),
+        message_of(lambda: strategy.reduce("sum", tensors)),
+        message_of(lambda: strategy.run(lambda: ts.get_replica_context().all_reduce("sum", many))),
+        message_of(lambda: strategy.workers.exchange("long", "x" * 9000 * (rank + 1)) and None),
+    ]
+    return [*messages, str(float(strategy.reduce("sum", torch.ones(()))))]
+
+
+class Mixed(nn.Module):
+    """Parameters of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(2, 2)
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.embedding = nn.Embedding(5, 2, sparse=True)
+        self.c64 = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.bf16 = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.f64 = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.tiny = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(1500)])
+
+
+def mixed_gradients(devices: list[str] | None) -> dict[str, Tensor]:
+    """Which gradients are there, and of which layout, differs between replicas and from step to step."""
+    torch.manual_seed(0)
+    options = ts.experimental.CommunicationOptions(bytes_per_pack=40)
+    strategy = ts.MirroredStrategy(devices, communication_options=options)
+    with strategy.scope():
+        model = Mixed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+
+    def fn(step: int) -> None:
+        i = ts.get_replica_context().replica_id_in_sync_group
+        optimizer.zero_grad()
+        x = torch.ones(1, 2) * (i + 1)
+        loss = model.both(x).square().sum() + model.bf16.float().sum() * (i + 1) + model.f64.sum().float()
+        loss = loss + model.conv(torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last) * (i + 1)).sum()
+        loss = loss + model.empty.sum() + (model.c64 * (1 + 2j)).abs().square().sum() * i
+        if i == 0 and step:
+            loss = loss + model.first(x).sum() + sum(model.tiny[::2])
+        if i == 1:
+            loss = loss + model.second(x).sum() + model.embedding(torch.tensor([1, 1, 4])).sum()
+        if i == 0 and step == 1:
+            loss = loss + model.embedding.weight.square().sum()
+        if i == 0 or step != 2:
+            loss.backward()
+        optimizer.step()
+
+    for step in range(3):
+        strategy.run(fn, args=(step,))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def line_search(devices: list[str] | None) -> list[float]:
+    torch.manual_seed(0)
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.Linear(2, 1).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+    x, y = torch.arange(8.0).double().view(4, 2) / 8, torch.tensor([[1.0], [2.0], [0.0], [3.0]]).double()
+
+    def fn() -> None:
+        context = ts.get_replica_context()
+        own = slice(context.replica_id_in_sync_group, None, context.num_replicas_in_sync)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x[own]) - y[own]).square().sum() / 4
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    strategy.run(fn)
+    strategy.run(fn)
+    return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+
+def replaced_gradient(devices: list[str] | None) -> float:
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.bias.item()
+
+    def fn(scale: float) -> None:
+        model.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        if scale:
+            ts.get_replica_context().sum_gradients(optimizer)
+            model.bias.grad = model.bias.grad * scale
+        optimizer.step()
+
+    strategy.run(fn, args=(0.5,))  # 2 * 0.5
+    strategy.run(fn, args=(0.0,))  # 2
+    return before - model.bias.item()
+
+
+def fail_together() -> list[object]:
+    """All ranks fail at the same point and go on."""
+    strategy = ts.MirroredStrategy()
+
+    def fn() -> None:
+        raise ValueError("everywhere")
+
+    found: list[object] = []
+    for _ in range(2):
+        found += [message_of(lambda: strategy.run(fn)), float(strategy.reduce("sum", torch.ones(())))]
+    return found
+
+
+def fail_alone() -> list[str]:
+    """Rank 1 fails, both catch it and try to go on."""
+    strategy = ts.MirroredStrategy()
+
+    def fn() -> None:
+        if strategy.workers.rank == 1:
+            raise ValueError("alone")
+        ts.get_replica_context().all_reduce("sum", torch.ones(()))
+
+    return [
+        message_of(lambda: strategy.run(fn)),
+        message_of(lambda: strategy.reduce("sum", torch.ones(()))),
+        message_of(ts.MirroredStrategy),
+    ]
+
+
+def lose(rank: int, how: str) -> object:
+    options = ts.experimental.CommunicationOptions(timeout_seconds=2 if how == "stop" else None)
+    strategy = ts.MirroredStrategy(communication_options=options)
+    if strategy.workers.rank == rank:
+        if how == "exit":
+            sys.exit(0)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    return strategy.run(lambda: ts.get_replica_context().all_reduce("sum", torch.ones(())))
+
+
+def strategy_on_one_rank() -> None:
+    ts.MirroredStrategy()
+    if int(os.environ["RANK"]) == 0:
+        ts.MirroredStrategy(communication_options=ts.experimental.CommunicationOptions(timeout_seconds=1))

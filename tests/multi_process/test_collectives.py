@@ -32,6 +32,72 @@ def test_all_reduce_and_gather_and_their_gradients(devices, process_pool):
         assert torch.equal(result["gather"], flat)
 
 
+@HOSTINGS
+def test_every_dtype_travels(devices, process_pool):
+    results = process_pool(2).run(programs.dtypes, devices)
+    n = 2 if devices is None else 4
+    num_rows = sum(range(n))
+    for result in results:
+        for dtype in programs.DTYPES:
+            gathered = result[f"gather {dtype}"]
+            assert torch.equal(gathered, torch.ones(num_rows, 2, dtype=dtype)), dtype
+            if dtype is not torch.bool:
+                assert torch.equal(result[f"reduce {dtype}"], torch.full((2,), num_rows, dtype=dtype)), dtype
+        assert torch.equal(result["sparse"], torch.eye(5)[:n].sum(0))
+
+
+@HOSTINGS
+def test_results_may_be_changed_in_place_and_differentiated_twice(devices, process_pool):
+    n = 2 if devices is None else 4
+    y = sum(i * i for i in range(1, n + 1)) + n
+    total = sum(range(1, n + 1))
+    # The loss is the sum over replicas of y * y.
+    expected = [[y, 4 * n * y * i, 4 * n * (2 * i * total + y)] for i in range(1, n + 1)]
+    for found in process_pool(2).run(programs.differentiated, devices):
+        assert list(found) == expected
+
+
+def test_gather_is_in_data_order_in_every_hosting(process_pool):
+    expected = [list(range(7)), list(range(7, 11))]
+    assert programs.in_order(cpu_devices(4)) == expected
+    for devices in (None, cpu_devices(2)):
+        assert process_pool(2).run(programs.in_order, devices) == [expected] * 2
+
+
+def test_disagreements_are_explained_and_leave_the_job_usable(process_pool):
+    for messages in process_pool(2).run(programs.disagreements):
+        run, reduce, many, long, last = messages
+        assert "rank 0: all_reduce(SUM) of (dict, ['first'], [*])" in run
+        assert "rank 1: all_reduce(SUM) of (dict, ['second'], [*])" in run
+        assert "rank 1: Strategy.reduce(SUM) of (dict, ['second'], [*])" in reduce
+        assert "first difference is at position 70:\n  rank 0: torch.float32[1] (80 in all)" in many
+        assert "rank 1: torch.float32[2] (80 in all)" in many
+        assert len(many) < 400
+        assert long == "no error"
+        assert last == "2.0"
+
+
+def test_gradients_of_all_kinds_equal_in_process_replicas(process_pool):
+    expected = programs.mixed_gradients(cpu_devices(2))
+    first, second = process_pool(2).run(programs.mixed_gradients, None)
+    for name, value in expected.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6, msg=name)
+        assert torch.equal(first[name], second[name]), name
+    assert expected["tiny.0"] != 1
+    assert expected["tiny.1"] == 1
+
+
+def test_line_search_sees_the_summed_loss(process_pool):
+    expected = programs.line_search(["cpu:0"])
+    for found in (programs.line_search(cpu_devices(2)), *process_pool(2).run(programs.line_search, None)):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_gradient_replaced_after_the_sum_is_not_summed_again(process_pool):
+    assert programs.replaced_gradient(cpu_devices(2)) == pytest.approx(3.0)
+    assert process_pool(2).run(programs.replaced_gradient, None) == pytest.approx([3.0, 3.0])
+
+
 def test_absent_and_sparse_gradients_and_buffers_equal_in_process_replicas(process_pool):
     expected = programs.partial_gradients(cpu_devices(2))
     assert expected["never"] == [True, True]

@@ -59,3 +59,45 @@ def test_a_failure_outside_run_ends_the_other_rank(process_pool):
     with pytest.raises(ts.testing.RemoteError) as caught:
         process_pool(2).run(programs.fails_outside, timeout_s=10)
     assert isinstance(caught.value.errors[1], OSError)
+
+
+def test_the_job_goes_on_after_a_failure_of_all_ranks(process_pool):
+    assert process_pool(2).run(programs.fail_together) == [["ValueError: everywhere", 2.0] * 2] * 2
+
+
+def test_the_job_does_not_go_on_after_a_failure_of_one_rank():
+    with ts.testing.ProcessPool(2) as pool:
+        (waited, *refused_there), (failed, *refused) = pool.run(programs.fail_alone)
+    assert failed == "ValueError: alone"
+    assert "Rank 1 (replica 1) failed in Strategy.run: ValueError: alone" in waited
+    assert "waiting for it in all_reduce(SUM)" in waited
+    assert all("Rank 1 (replica 1) failed in Strategy.run: ValueError: alone" in text for text in refused_there)
+    assert "this rank failed earlier" in refused[0]
+    assert "ReplicaFailedError" in refused[1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "expected"),
+    [
+        (0, "kill", "Rank 0 does not answer"),
+        (1, "exit", "Rank 1 has ended its program"),
+        (0, "stop", "Rank 0 does not answer"),
+    ],
+)
+def test_a_lost_rank_is_named(rank, how, expected):
+    start = time.monotonic()
+    with ts.testing.ProcessPool(2) as pool, pytest.raises(ts.testing.RemoteError) as caught:
+        pool.run(programs.lose, rank, how)
+    assert time.monotonic() - start < 50
+    error = caught.value.errors[1 - rank]
+    kind = ts.errors.DeadlineExceededError if how == "stop" else ts.errors.ReplicaFailedError
+    assert isinstance(error, kind)
+    assert str(error).startswith("all_reduce(SUM)")
+    assert expected in str(error).splitlines()[0]
+
+
+def test_a_strategy_made_on_one_rank_only_is_named():
+    with ts.testing.ProcessPool(2) as pool, pytest.raises(ts.testing.RemoteError) as caught:
+        pool.run(programs.strategy_on_one_rank)
+    assert list(caught.value.errors) == [0]
+    assert "Rank 1 did not make its strategy within 1 s" in str(caught.value.errors[0])

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.replicas import record
 
 FIGURES = Path(__file__).parent
 HANG_S = 20.0
@@ -224,11 +225,15 @@ def _find_family(case: Case) -> tuple[Callable[[Any, Case], Any], tuple[str | No
 
 def _outcome(case: Case) -> Any:
     fn, groups = _find_family(case)
+    open_scopes = record._active
     try:
         value = fn(strategy_for(case.host), Case(case.id, case.inputs, case.expected, case.tf_bug, groups))
         return normalise(value)
     except Exception as error:  # noqa: BLE001 - the figures hold exceptions of any type
         return {"exception": error}
+    finally:
+        while record._active > open_scopes:  # some cases are about scopes that are never left
+            record.stop_recording()
 
 
 def _array(kind: str, value: torch.Tensor) -> Any:

@@ -184,6 +184,7 @@ def test_announces_the_gradient_sum_once(caplog):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def fn():
+        optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 

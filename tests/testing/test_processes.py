@@ -57,3 +57,32 @@ def test_what_can_go_wrong_ends_the_call(program, message):
 def test_size_is_checked():
     with pytest.raises(ValueError, match="at least 1"):
         ts.testing.ProcessPool(0)
+
+
+class NeedsTwoError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def fail_oddly():
+    raise NeedsTwoError("not", "picklable")
+
+
+def fail_on_one_and_sleep_on_the_other():
+    fail_on(1)
+    time.sleep(100)
+
+
+def test_an_error_that_cannot_travel_arrives_as_text():
+    with ts.testing.ProcessPool(1) as pool, pytest.raises(ts.testing.RemoteError, match="not picklable") as caught:
+        pool.run(fail_oddly)
+    assert "fail_oddly" in caught.value.tracebacks[0]
+
+
+def test_nobody_waits_long_for_a_rank_after_the_error_of_another():
+    start = time.monotonic()
+    with ts.testing.ProcessPool(2) as pool, pytest.raises(ts.testing.RemoteError) as caught:
+        pool.run(fail_on_one_and_sleep_on_the_other)
+    assert time.monotonic() - start < 50
+    assert isinstance(caught.value.errors[0], TimeoutError)
+    assert isinstance(caught.value.errors[1], KeyError)

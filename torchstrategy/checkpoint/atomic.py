@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import uuid
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -131,7 +132,7 @@ def _write(path: str, write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file under another name, put it on the disk, and only then give it its name."""
     directory, name = os.path.split(os.path.abspath(path))
     os.makedirs(directory, exist_ok=True)
-    temporary = os.path.join(directory, f".{name}.tmp")
+    temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)

@@ -160,7 +160,7 @@ class Checkpoint:
         try:
             content = read_checkpoint(checkpoint_file(path))
             plans = _plan(tracked, content["objects"], strategy)
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as raised:
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
             error = raised
         _agree_on_restore(strategy, path, error)
         for plan in plans:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["TorchrunEnvironment"]
+from torchstrategy.log import warn_once
+
+__all__ = ["TorchrunEnvironment", "is_one_of_several", "warn_of_independent_copies"]
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,7 +54,7 @@ class TorchrunEnvironment:
             >>> TorchrunEnvironment.detect({}) is None
             True
         """
-        if environ.get("WORLD_SIZE", "1").strip() in ("", "1"):
+        if not is_one_of_several(environ):
             return None
         missing = [name for name in _REQUIRED if not environ.get(name)]
         if missing:
@@ -77,3 +79,24 @@ class TorchrunEnvironment:
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
+
+
+def is_one_of_several(environ: Mapping[str, str]) -> bool:
+    """Say whether ``WORLD_SIZE`` tells this process that there are others.
+
+    Args:
+        environ: the environment variables.
+    """
+    return environ.get("WORLD_SIZE", "1").strip() not in ("", "1")
+
+
+def warn_of_independent_copies(strategy_name: str) -> None:
+    """Warn, once, that a strategy without other processes runs in one of several.
+
+    Args:
+        strategy_name: the strategy's class.
+    """
+    warn_once(
+        f"{strategy_name} trains alone, but WORLD_SIZE says that this process is one of several: each of them trains "
+        "an independent copy. Use ts.MirroredStrategy() to train one model together."
+    )

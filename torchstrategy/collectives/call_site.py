@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from types import FrameType
 
 __all__ = ["call_site"]
 
@@ -13,12 +15,17 @@ _TORCH = f"{Path('torch')}/"
 
 def call_site() -> str:
     """Return ``file:line (function)`` of the innermost frame outside this library and torch."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE) and f"/{_TORCH}" not in file and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-        if frame.f_back is None:
-            break
+        name = _users_file(frame.f_code.co_filename)
+        if name is not None:
+            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "unknown call site"
+
+
+@functools.lru_cache(maxsize=1024)
+def _users_file(file: str) -> str | None:
+    """Return the name of a file of the user's; ``None`` for files of this library, of torch, and generated code."""
+    is_ours = file.startswith((_PACKAGE, "<")) or f"/{_TORCH}" in file
+    return None if is_ours else Path(file).name

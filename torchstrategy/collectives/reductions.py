@@ -136,7 +136,7 @@ def check_gather_axis(axis: Any, tensor: Any) -> int:
     """Return the axis to concatenate on.
 
     Raises:
-        TypeError: the value is not a numeric tensor.
+        TypeError: the value is not a dense tensor.
         ValueError: the value is a scalar, or ``axis`` is not one of its non-negative axes.
     """
     if not isinstance(tensor, Tensor):
@@ -144,6 +144,8 @@ def check_gather_axis(axis: Any, tensor: Any) -> int:
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise ValueError(f"axis must be an integer. Received: {axis!r}")
     index: int = axis.__index__()
+    if tensor.is_sparse:
+        raise TypeError("Sparse tensors can't be gathered. Use `value.to_dense()`.")
     if tensor.dim() == 0:
         raise ValueError("Can't gather scalars: there is no axis to concatenate on. Use `value.reshape(1)`.")
     if not 0 <= index < tensor.dim():

@@ -50,6 +50,10 @@ class KerasMetric(Metric):
         """Start anew: torchmetrics' ``reset``."""
         self.reset()
 
+    def reset_states(self) -> None:
+        """Start anew: ``reset_state`` under its name in older releases of tf."""
+        self.reset_state()
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Add the values of one batch and return the result over all batches so far, as tf does.
 
@@ -73,8 +77,9 @@ class MeanMetric(KerasMetric):
 
     def __init__(self, name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         super().__init__(name, dtype, **kwargs)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        sum_dtype = torch.float32 if torch.get_default_device().type == "mps" else torch.float64  # which mps lacks
+        self.add_state("total", torch.zeros((), dtype=sum_dtype), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=sum_dtype), dist_reduce_fx="sum")
 
     def _add(self, values: Tensor, sample_weight: Any) -> None:
         """Add values of ``[batch, ...]``; an example's value is the mean over its other dimensions."""

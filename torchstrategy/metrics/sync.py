@@ -17,6 +17,7 @@ __all__: list[str] = []
 _METRIC = "torchmetrics.metric.Metric"
 _COLLECTION = "torchmetrics.collections.MetricCollection"
 _TRACKER = "torchmetrics.wrappers.tracker.MetricTracker"
+_MIN_MAX = "torchmetrics.wrappers.minmax.MinMaxMetric"
 _KERAS_METRIC = "torchstrategy.metrics.base.KerasMetric"
 
 _OutsideMethod = Callable[..., Any]
@@ -50,23 +51,35 @@ def _on_first_replica(method: str) -> _OutsideMethod:
     return call
 
 
-def _load_state_dict(strategy: Any, bodies: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Give the loaded (merged) states to replica 0 and let the others begin anew."""
-    for body in bodies:
-        body.reset()
-    if strategy.is_chief:
-        result = bodies[0].load_state_dict(*args, **kwargs)
-        for metric in metric_states.metrics_of(bodies[0]).values():
-            metric._update_count = 1  # state_dict does not hold it, and a metric without updates is not merged
-        return result
-    result = bodies[0].load_state_dict(*args, **kwargs)
-    bodies[0].reset()
-    return result
+def _state_dict(strategy: Any, bodies: Sequence[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
+    """Return what this process's replicas accumulated; it never communicates, so that a chief may save alone."""
+    is_stored = any(any(metric._persistent.values()) for metric in metric_states.metrics_of(bodies[0]).values())
+    source = metric_states.merged_copy(None, bodies) if is_stored else bodies[0]
+    return source.state_dict(*args, **kwargs)
+
+
+def _load_from_state_dict(strategy: Any, bodies: Sequence[Any], state_dict: Any, prefix: str, *args: Any) -> None:
+    """Give the stored states, which are those of all replicas, to the first one and let the others begin anew."""
+    is_stored = any(prefix + key in state_dict for key in bodies[0]._defaults)
+    bodies[0]._load_from_state_dict(state_dict, prefix, *args)
+    if is_stored:
+        bodies[0]._update_count = 1  # a state_dict does not hold it, and a metric without updates is not merged
+        for body in bodies[1:] if strategy.is_chief else bodies:
+            body.reset()
 
 
 def _update_and_result(strategy: Any, bodies: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     bodies[0].update(*args, **kwargs)
     return metric_states.merged_copy(strategy, bodies).result()
+
+
+def _compute_min_max(strategy: Any, bodies: Sequence[Any]) -> Any:
+    """Compute over all replicas, and let every replica remember the extremes of what was computed so far."""
+    merged = metric_states.merged_copy(strategy, bodies)
+    value = merged.compute()
+    for body in bodies:
+        body.min_val, body.max_val = merged.min_val, merged.max_val
+    return value
 
 
 def _prepare_metric(body: Any, local_id: int) -> None:
@@ -78,9 +91,9 @@ def _prepare_metric(body: Any, local_id: int) -> None:
 def _prepare_collection(body: Any, local_id: int) -> None:  # noqa: ARG001
     # torchmetrics lets metrics share one state whose states are equal after the first update. With a replica's small
     # or empty share that happens by chance, also to metrics that differ, such as accuracies of the top 1 and top 5.
-    if body._enable_compute_groups is True and not body._groups_checked:
-        body._enable_compute_groups = False
-        body._groups = {}
+    body._compute_groups_create_state_ref(copy=True)
+    body._enable_compute_groups = body._groups_checked = False
+    body._groups = {}
 
 
 def _never() -> bool:
@@ -92,18 +105,22 @@ def _register() -> None:
     register_preparation(_COLLECTION, _prepare_collection)
     for class_name in (_METRIC, _COLLECTION):
         register_outside_method(class_name, "compute", _over_all_replicas("compute"))
-        register_outside_method(class_name, "state_dict", _over_all_replicas("state_dict"))
-        register_outside_method(class_name, "load_state_dict", _load_state_dict)
         register_outside_method(class_name, "reset", _on_each_replica("reset"))
         register_outside_method(class_name, "update", _on_first_replica("update"))
         register_outside_method(class_name, "forward", _on_first_replica("forward"))
+    register_outside_method(_METRIC, "state_dict", _state_dict)
+    register_outside_method(_METRIC, "_load_from_state_dict", _load_from_state_dict)
     for method in ("compute", "compute_all", "best_metric"):
         register_outside_method(_TRACKER, method, _over_all_replicas(method))
     for method in ("increment", "reset", "reset_all"):
         register_outside_method(_TRACKER, method, _on_each_replica(method))
+    for method in ("update", "forward"):
+        register_outside_method(_TRACKER, method, _on_first_replica(method))
+    register_outside_method(_MIN_MAX, "compute", _compute_min_max)
     register_outside_method(_KERAS_METRIC, "forward", _update_and_result)
     register_outside_method(_KERAS_METRIC, "result", _over_all_replicas("result"))
-    register_outside_method(_KERAS_METRIC, "reset_state", _on_each_replica("reset_state"))
+    for method in ("reset_state", "reset_states"):
+        register_outside_method(_KERAS_METRIC, method, _on_each_replica(method))
     register_outside_method(_KERAS_METRIC, "update_state", _on_first_replica("update_state"))
 
 

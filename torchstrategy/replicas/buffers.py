@@ -41,12 +41,13 @@ class BufferSync:
         """Say which buffers any local replica has changed since they were last synchronised.
 
         A module's buffers count as changed together: torch's batch normalisation writes its moving averages without
-        moving their version, but it counts its batches.
+        moving their version, but it counts its batches. Buffers whose shapes follow the replica's share of the batch
+        are the replica's own.
         """
         modules = {id(slot[0][0]) for slot in slots if self._stamps.get(_key(slot)) != _stamp(slot)}
-        return [id(dicts[0]) in modules for dicts, _ in slots]
+        return [id(slot[0][0]) in modules and _have_equal_shapes(slot) for slot in slots]
 
-    def contributions(self, slot: Slot, weights: Sequence[float], holds_first: bool) -> list[Tensor]:
+    def contributions(self, slot: Slot, weights: Sequence[float], *, holds_first: bool) -> list[Tensor]:
         """Return what each local replica adds to the sum over replicas.
 
         Args:
@@ -76,6 +77,12 @@ class BufferSync:
 def _weighted(value: Tensor, weight: float) -> Tensor:
     # A replica without examples may hold NaN, which a zero weight would spread.
     return torch.zeros_like(value) if weight == 0 else value * weight
+
+
+def _have_equal_shapes(slot: Slot) -> bool:
+    dicts, name = slot
+    first = dicts[0][name].shape
+    return all(isinstance(own.get(name), Tensor) and own[name].shape == first for own in dicts[1:])
 
 
 def _key(slot: Slot) -> int:

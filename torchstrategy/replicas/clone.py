@@ -7,10 +7,8 @@ parameters and tied weights stay tied. Replica 0 keeps the user's tensors.
 from __future__ import annotations
 
 import copy
-import functools
-import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +16,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchstrategy import tree
-from torchstrategy.context import current_replica_context
+from torchstrategy.context import current_frame
 from torchstrategy.devices import tensor_device
 from torchstrategy.replicas.adapters import prepare_body
+from torchstrategy.replicas.copies import (
+    Memo,
+    bind_step,
+    check_can_be_copied,
+    copy_tensor,
+    copy_together,
+    deep_copy,
+    keep_user_data,
+    own_tensors,
+    with_submodules,
+)
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
+from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
+from torchstrategy.replicas.snapshots import is_plain
 
-__all__ = ["ReplicaSet", "check_can_be_copied"]
+__all__ = ["ReplicaSet", "Slot"]
 
-_Memo = dict[int, Any]
-#: Key in the memo of replica 0; no object has this id.
-_FIRST = -1
 #: ``_parameters`` or ``_buffers`` of one module on every replica, and a name in it.
 Slot = tuple[tuple[dict[str, Any], ...], str]
+_Stamp = tuple[int, int, int, bool, int, int]
 
 
 class ReplicaSet:
@@ -41,28 +50,32 @@ class ReplicaSet:
         devices: one for each replica of this process.
         record: what the strategy's scopes recorded.
         prepare: called with each new object that is not a module, after its copies are made.
+        running: returns the position of the replica whose turn it is, or ``None``.
     """
 
     def __init__(
-        self, strategy: Any, devices: Sequence[torch.device], record: Record, prepare: Callable[[Any], None]
+        self,
+        strategy: Any,
+        devices: Sequence[torch.device],
+        record: Record,
+        prepare: Callable[[Any], None],
+        running: Callable[[], int | None],
     ) -> None:
         self.strategy = strategy
-        self._devices = devices
+        self._devices = [tensor_device(device) for device in devices]
         self._record = record
         self._prepare = prepare
-        #: id of a user's object or tensor -> (weak reference to it, one counterpart for each replica)
-        self._known: dict[int, tuple[weakref.ref[Any], tuple[Any, ...]]] = {}
+        self._running = running
         self._facades: list[weakref.ref[Any]] = []
-        self._slots: list[Slot] = []
-        self._stamps: list[tuple[Any, ...]] = []
-        self._stale = False
+        self._all_noted = False
 
     def current(self) -> int | None:
         """Return the position in this process of the replica that is running on this thread, or ``None``."""
-        context = current_replica_context()
-        if context is None or context.strategy is not self.strategy:
-            return None
-        return int(context.local_id)
+        frame = current_frame()
+        if frame is None:
+            return self._running()  # autograd's threads of accelerators have no context of their own
+        context = frame.replica_context
+        return int(context.local_id) if context is not None and context.strategy is self.strategy else None
 
     def adopt(self, objects: Iterable[Any]) -> None:
         """Copy new objects for each replica and make them facades.
@@ -70,46 +83,68 @@ class ReplicaSet:
         Raises:
             TypeError: an object can't be copied; the message says which and why. Nothing has changed then.
         """
-        new = _with_submodules([obj for obj in objects if mirror_of(obj) is None])
+        new = with_submodules([obj for obj in objects if mirror_of(obj) is None])
         if not new:
             return
         for obj in new:
-            check_can_be_copied(obj)
+            check_can_be_copied(obj, swap=True)
         memos = [self._start_memo(i, new) for i in range(len(self._devices))]
-        for memo in memos:
-            _copy_together(new, memo)
-        copies = [tuple(memo[id(obj)] for memo in memos) for obj in new]
-        self._note_tensors(new, memos)
-        for obj, own in zip(new, copies, strict=True):
-            self._make_facade(obj, own)
-        self._stale = True
+        for i, memo in enumerate(memos):
+            copy_together(new, memo, is_first=i == 0)
+        for obj in new:
+            tensors = own_tensors(obj) if isinstance(obj, nn.Module) else []
+            mirror = self._make_facade(obj, tuple(memo[id(obj)] for memo in memos))
+            for tensor in tensors:
+                mirror.know(tuple(memo[id(tensor)] for memo in memos))
 
-    def value_for(self, local_id: int, value: Any) -> Any:
-        """Return what a value that the user sets from outside is on one replica."""
-        modules = [leaf for leaf in tree.all_leaves(value) if isinstance(leaf, nn.Module)]
-        self.adopt(modules)
-        if local_id == 0:
-            return tree.map_leaves(lambda leaf: self.counterpart(0, leaf), value)
-        memo = self._start_memo(local_id, [])
-        return copy.deepcopy(value, memo)
+    def values_for(self, value: Any) -> list[Any]:
+        """Return what a value that the user sets or passes from outside is on each replica."""
+        count = len(self._devices)
+        if is_plain(value):
+            return [value, *(copy.deepcopy(value) for _ in range(1, count))]
+        if isinstance(value, Tensor):
+            return [value, *(self._counterparts(value) or [copy_tensor(value, d) for d in self._devices[1:]])]
+        value = tree.map_leaves(lambda leaf: list(leaf) if isinstance(leaf, Iterator) else leaf, value)
+        leaves = tree.all_leaves(value)
+        self.adopt([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
+        values = [tree.map_leaves(lambda leaf: self.counterpart(0, leaf), value)]
+        for i in range(1, count):
+            memo = self._start_memo(i, [])
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and id(leaf) not in memo:
+                    memo[id(leaf)] = copy_tensor(leaf, self._devices[i])
+                elif isinstance(leaf, torch.Generator):
+                    memo[id(leaf)] = self._generator(i, leaf)
+            values.append(deep_copy(value, value, memo))
+        return values
+
+    def note_everything(self) -> None:
+        """Note what replica 0's attributes hold, before code that may change them without the facades' knowledge."""
+        if not self._all_noted:
+            self._all_noted = True
+            for mirror in self._mirrors():
+                mirror.note_all()
 
     def counterpart(self, local_id: int, obj: Any) -> Any:
         """Return a replica's counterpart of a user's object or tensor; the object itself if it has none."""
-        entry = self._known.get(id(obj))
-        return entry[1][local_id] if entry is not None and entry[0]() is obj else obj
+        if isinstance(obj, Tensor):
+            others = None if local_id == 0 else self._counterparts(obj)
+            return obj if others is None else others[local_id - 1]
+        mirror = mirror_of(obj)
+        return obj if mirror is None or mirror.replicas is not self else mirror.bodies[local_id]
 
     def original(self, obj: Any) -> Any:
-        """Return the user's object for a value that is the same object's counterpart on each replica, or ``None``."""
-        for reference, own in self._known.values():
-            if any(item is obj for item in own):
-                return reference()
+        """Return the user's tensor that has this counterpart, or ``None``."""
+        for mirror in self._mirrors():
+            for reference, others in list(mirror.known.values()):
+                tensor = reference()
+                if tensor is obj or any(other is obj for other in others):
+                    return tensor
         return None
 
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer lives, on each replica."""
-        if self._stale:
-            self._find_slots()
-        return self._slots
+        return [slot for mirror in self._mirrors() if mirror.is_module for slot in _tensors_of(mirror).slots]
 
     def before_run(self) -> None:
         """Give the other replicas what was changed on replica 0 since the last run.
@@ -117,241 +152,211 @@ class ReplicaSet:
         Raises:
             RuntimeError: gradients were computed or edited outside ``run``.
         """
-        for facade in self._facades:
-            mirror = mirror_of(facade())
-            if mirror is not None and mirror.seen is not None:
-                if isinstance(mirror.bodies[0], Optimizer):
-                    self._copy_optimizer_state(mirror)
-                mirror.push_changes()
-            if mirror is not None and isinstance(mirror.bodies[0], Optimizer):
+        self._all_noted = False
+        for mirror in self._mirrors():
+            mirror.push_changes()
+            if mirror.is_module:
+                tensors = _tensors_of(mirror)
+                for slot, before, now in tensors.changes():
+                    self._copy_slot(mirror, slot, before, now)
+                tensors.accept_changes()
+            elif isinstance(mirror.bodies[0], Optimizer):
                 _copy_hyper_parameters(mirror.bodies)
-        slots = self.slots()
-        for index, (slot, stamp) in enumerate(zip(slots, self._stamps, strict=True)):
-            now = _stamp(slot)
-            if now != stamp:
-                self._copy_slot(slot, stamp, now)
-                self._stamps[index] = now
 
     def after_run(self) -> None:
         """Note the state of replica 0's tensors."""
-        self._stamps = [_stamp(slot) for slot in self.slots()]
+        for mirror in self._mirrors():
+            if mirror.is_module:
+                _tensors_of(mirror).note()
 
-    def _start_memo(self, local_id: int, new: Sequence[Any]) -> _Memo:
-        memo: _Memo = {}
-        for key, (reference, own) in list(self._known.items()):
-            if reference() is not None:
-                memo[key] = own[local_id]
-        device = tensor_device(self._devices[local_id])
-        for module in new:
-            if not isinstance(module, nn.Module):
+    def _mirrors(self) -> list[Mirror]:
+        mirrors = [mirror_of(reference()) for reference in self._facades]
+        return [mirror for mirror in mirrors if mirror is not None]
+
+    def _start_memo(self, local_id: int, new: Sequence[Any]) -> Memo:
+        memo: Memo = {id(self.strategy): self.strategy}
+        for reference in self._facades:
+            obj = reference()
+            mirror = mirror_of(obj)
+            if mirror is None:
                 continue
-            for tensor in _own_tensors(module):
-                if id(tensor) not in memo:
-                    memo[id(tensor)] = tensor if local_id == 0 else _copy_tensor(tensor, device)
-        memo[id(self.strategy)] = self.strategy
-        memo[_FIRST] = local_id == 0
+            memo[id(obj)] = mirror.bodies[local_id]
+            if mirror.is_module:
+                _tensors_of(mirror)
+                memo.update(mirror.known_on(local_id))
+        self._add_new(memo, local_id, new)
         return memo
 
-    def _note_tensors(self, new: Sequence[Any], memos: Sequence[_Memo]) -> None:
-        for module in new:
-            if isinstance(module, nn.Module):
-                for tensor in [*module._parameters.values(), *module._buffers.values()]:
-                    if tensor is not None and id(tensor) not in self._known:
-                        self._know(tensor, tuple(memo[id(tensor)] for memo in memos))
+    def _add_new(self, memo: Memo, local_id: int, new: Sequence[Any]) -> None:
+        for obj in new:
+            if isinstance(obj, nn.Module):
+                for tensor in own_tensors(obj):
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = tensor if local_id == 0 else copy_tensor(tensor, self._devices[local_id])
+            for value in obj.__dict__.values():
+                if isinstance(value, torch.Generator) and id(value) not in memo:
+                    memo[id(value)] = self._generator(local_id, value)
 
-    def _know(self, obj: Any, own: tuple[Any, ...]) -> None:
-        key = id(obj)
-        self._known[key] = (weakref.ref(obj, lambda _: self._known.pop(key, None)), own)
+    def _generator(self, local_id: int, generator: torch.Generator) -> torch.Generator:
+        return generator if local_id == 0 else replica_generator(generator, local_id)
 
-    def _make_facade(self, obj: Any, own: tuple[Any, ...]) -> None:
-        cls = type(obj)
+    def _counterparts(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        for mirror in self._mirrors():
+            if mirror.is_module:
+                _tensors_of(mirror)
+                others = mirror.counterparts(tensor)
+                if others is not None:
+                    return others
+        return None
+
+    def _counterpart_or(self, local_id: int, tensor: Any, default: Any) -> Any:
+        others = None if tensor is None else self._counterparts(tensor)
+        return default if others is None else others[local_id - 1]
+
+    def _make_facade(self, obj: Any, own: tuple[Any, ...]) -> Mirror:
+        children: dict[str, Any] = {}
         if isinstance(obj, nn.Module):
-            for name in ("_parameters", "_buffers"):
-                own[0].__dict__[name] = obj.__dict__[name]
+            children = obj._modules
+            keep_user_data(obj, own[0])
         self._move_devices(own)
-        try:
-            swap_class(obj, Mirror(self, cls, own))
-        except TypeError as error:
-            raise TypeError(f"A {cls.__name__} can't be hosted for several replicas: {error}") from error
-        self._know(obj, own)
+        for body in own:
+            bind_step(obj, body)
+        mirror = Mirror(self, type(obj), own, children)
+        swap_class(obj, mirror)
         for i, body in enumerate(own):
             prepare_body(body, i)
             self._record.own(body)
             if not isinstance(body, nn.Module):
                 self._prepare(body)
         self._facades.append(weakref.ref(obj, self._forget_facade))
+        return mirror
 
     def _forget_facade(self, reference: weakref.ref[Any]) -> None:
         self._facades = [facade for facade in self._facades if facade is not reference]
-        self._stale = True
 
     def _move_devices(self, own: Sequence[Any]) -> None:
         """Let ``torch.device`` attributes of the copies name their own replica's device."""
-        first = tensor_device(self._devices[0])
+        first = self._devices[0]
         for body, device in list(zip(own, self._devices, strict=True))[1:]:
-            to = tensor_device(device)
-            if to != first:
+            if device != first:
                 for name, value in list(body.__dict__.items()):
                     if isinstance(value, torch.device) and value == first:
-                        body.__dict__[name] = to
+                        body.__dict__[name] = device
 
-    def _find_slots(self) -> None:
-        old = {(id(dicts[0]), name): stamp for (dicts, name), stamp in zip(self._slots, self._stamps, strict=True)}
-        self._slots, self._stamps = [], []
-        for facade in self._facades:
-            mirror = mirror_of(facade())
-            if mirror is None or not mirror.is_module:
-                continue
-            for kind in ("_parameters", "_buffers"):
-                dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
-                for name, value in dicts[0].items():
-                    if value is not None:
-                        slot = (dicts, name)
-                        self._slots.append(slot)
-                        self._stamps.append(old.get((id(dicts[0]), name)) or _stamp(slot))
-        self._stale = False
-
-    def _copy_slot(self, slot: Slot, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    def _copy_slot(self, mirror: Mirror, slot: Slot, before: _Stamp, now: _Stamp) -> None:
         dicts, name = slot
         first = dicts[0].get(name)
         if before[:4] != now[:4]:
             for i, own in enumerate(dicts[1:], 1):
-                own[name] = _updated(own.get(name), first, tensor_device(self._devices[i]))
+                known = own.get(name) if before[0] == now[0] else self._counterpart_or(i, first, own.get(name))
+                own[name] = _updated(known, first, self._devices[i])
+            if first is not None:
+                mirror.know(tuple(own[name] for own in dicts))
         if before[4:] == now[4:] or first is None:
             return
-        if first.grad is not None and bool(first.grad.detach().count_nonzero()):
+        if first.grad is not None and not _is_zero(first.grad):
             raise RuntimeError(
-                f"The gradient of parameter {name!r} (shape {tuple(first.shape)}) was changed outside `run`, on replica "
-                "0 only. Compute and edit gradients inside the function that you give to `strategy.run`, or clear them "
-                "with `optimizer.zero_grad()`."
+                f"The gradient of parameter {name!r} (shape {tuple(first.shape)}) was changed outside `run`, on "
+                "replica 0 only. Compute and edit gradients inside the function that you give to `strategy.run`, or "
+                "clear them with `optimizer.zero_grad()`."
             )
         for own in dicts[1:]:
             own[name].grad = None if first.grad is None else torch.zeros_like(own[name])
 
-    def _copy_optimizer_state(self, mirror: Mirror) -> None:
-        for i, body in enumerate(mirror.bodies[1:], 1):
-            body.state = copy.deepcopy(mirror.bodies[0].state, self._start_memo(i, []))
+
+class _ModuleTensors:
+    """The parameters and buffers of one module on every replica, and what replica 0's were after the last run."""
+
+    def __init__(self, mirror: Mirror, before: _ModuleTensors | None) -> None:
+        self.slots = _slots_of(mirror, "_parameters")
+        self._num_parameters = len(self.slots)
+        self.slots += _slots_of(mirror, "_buffers")
+        old: dict[str, _Stamp] = {}
+        if before is not None:
+            old = {name: stamp for (_, name), stamp in zip(before.slots, before._stamps, strict=True)}
+        self._stamps: list[_Stamp] = []
+        for slot in self.slots:
+            dicts, name = slot
+            mirror.know(tuple(own[name] for own in dicts))
+            # What is new is copied at the next run, except for gradients: those from before count once.
+            self._stamps.append(old.get(name) or _unknown(_stamp(slot)))
+        self._grads: list[Tensor | None] = []
+        self._changed = False
+
+    def changes(self) -> list[tuple[Slot, _Stamp, _Stamp]]:
+        """Return the slots that changed on replica 0 since ``note``, with what they were and are."""
+        now = [_stamp(slot) for slot in self.slots]
+        self._changed = now != self._stamps
+        if not self._changed:
+            return []
+        changed = [b != n for b, n in zip(self._stamps, now, strict=True)]
+        # torch's batch normalisation writes its moving averages without moving their version, but counts its batches.
+        any_buffer = any(changed[self._num_parameters :])
+        return [
+            (slot, _unknown(n) if any_buffer and k >= self._num_parameters else b, n)
+            for k, (slot, b, n) in enumerate(zip(self.slots, self._stamps, now, strict=True))
+            if changed[k] or (any_buffer and k >= self._num_parameters)
+        ]
+
+    def accept_changes(self) -> None:
+        """Take what ``changes`` returned as known."""
+        self._grads = []
+        if self._changed:
+            self._stamps = [_stamp(slot) for slot in self.slots]
+
+    def note(self) -> None:
+        """Note what replica 0's tensors are."""
+        self._stamps = [_stamp(slot) for slot in self.slots]
+        # Kept so that a gradient which is made outside can't have the id of one that was freed.
+        self._grads = [_grad(dicts[0].get(name)) for dicts, name in self.slots]
 
 
-def check_can_be_copied(obj: Any) -> None:
-    """Refuse what can't have one copy for each replica.
-
-    Raises:
-        TypeError: the object is such a thing.
-    """
-    name = type(obj).__name__
-    if isinstance(obj, torch.jit.ScriptModule):
-        raise TypeError(f"{name} is a TorchScript module, which can't be hosted for several replicas. Use the module.")
-    if isinstance(obj, nn.parallel.DistributedDataParallel) or name == "FullyShardedDataParallel":
-        raise TypeError(
-            f"{name} synchronises by itself. Make the plain module in the scope: the strategy sums the gradients."
-        )
-    if isinstance(obj, nn.Module):
-        for key, value in [*obj._parameters.items(), *obj._buffers.items()]:
-            if torch.nn.parameter.is_lazy(value):
-                raise TypeError(
-                    f"{name}.{key} is not initialised yet. Call the model on one batch, inside `strategy.scope()` and "
-                    "before the first `run`, so that lazy modules get their shapes."
-                )
+def _tensors_of(mirror: Mirror) -> _ModuleTensors:
+    tensors = mirror.tensors
+    if tensors is None or mirror.is_stale:
+        tensors = mirror.tensors = _ModuleTensors(mirror, tensors)
+        mirror.is_stale = False
+    return tensors  # type: ignore[no-any-return]
 
 
-def _with_submodules(objects: Sequence[Any]) -> list[Any]:
-    """Return the objects and all submodules of modules, once each."""
-    found: dict[int, Any] = {}
-    for obj in objects:
-        members = obj.modules() if isinstance(obj, nn.Module) else (obj,)
-        for member in members:
-            if mirror_of(member) is None:
-                found.setdefault(id(member), member)
-    return list(found.values())
+def _at(leaves: Sequence[Any], leaf: Any, own: Any) -> Any:
+    """Return the leaf of a copied structure that stands where ``leaf`` stands in the original."""
+    position = next(i for i, other in enumerate(leaves) if other is leaf)
+    return tree.all_leaves(own)[position]
 
 
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    candidates = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
-    return [value for value in candidates if isinstance(value, Tensor) and value.is_leaf]
+def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:
+    dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
+    return [(dicts, name) for name, value in dicts[0].items() if value is not None]
 
 
-def _copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    result = copy.deepcopy(tensor)
-    result.grad = None  # gradients from before the first run count once
-    if result.device != device:
-        result.data = result.data.to(device)
-    return result
+def _unknown(stamp: _Stamp) -> _Stamp:
+    """Return the stamp of a tensor whose value on the other replicas is not known, though its gradient is."""
+    return (0, 0, 0, False, *stamp[4:])
 
 
-def _copy_together(objects: Sequence[Any], memo: _Memo) -> None:
-    """Copy objects so that all references between them stay inside the copy; ``memo`` receives the copies."""
-    others = [obj for obj in objects if not isinstance(obj, nn.Module)]
-    shells = {}
-    for obj in others:  # before the modules, which may refer to them
-        shells[id(obj)] = memo[id(obj)] = object.__new__(type(obj))
-    for obj in objects:
-        if isinstance(obj, nn.Module):
-            _copy_one(obj, memo)
-    for obj in others:
-        shell = shells[id(obj)]
-        if memo.get(_FIRST):
-            shell.__dict__ = obj.__dict__  # replica 0's object is the user's, under its plain class
-        else:
-            # By __dict__: Optimizer.__getstate__ drops hooks, GradScaler's refuses in the middle of a step.
-            state = {key: value for key, value in obj.__dict__.items() if key != "step"}
-            shell.__dict__ = _deep_copy(obj, state, memo)
-        _bind_step(obj, shell)
-
-
-def _copy_one(obj: Any, memo: _Memo) -> None:
-    if id(obj) not in memo:
-        memo[id(obj)] = _deep_copy(obj, obj, memo)
-
-
-def _deep_copy(obj: Any, value: Any, memo: _Memo) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:  # noqa: BLE001 - any class may refuse in its own way
-        raise TypeError(
-            f"A {type(obj).__name__} made in the scope can't be copied for each replica: {error}\n"
-            "Keep what can't be copied (open files, locks, results of a forward pass) out of the objects made in "
-            "`strategy.scope()`, or run one process for each replica with torchrun."
-        ) from error
-
-
-def _bind_step(obj: Any, copied: Any) -> None:
-    """Give an optimizer's copy the ``step`` that learning-rate schedulers wrap, bound to the copy."""
-    if not isinstance(obj, Optimizer) or "step" not in obj.__dict__:
-        return
-    reference = weakref.ref(copied)
-    plain = type(copied).step
-
-    @functools.wraps(plain)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = reference()
-        if optimizer is None:
-            raise RuntimeError("The optimizer of this step no longer exists.")
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return types.MethodType(plain, optimizer)(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    copied.__dict__["step"] = step
-
-
-def _stamp(slot: Slot) -> tuple[Any, ...]:
+def _stamp(slot: Slot) -> _Stamp:
     dicts, name = slot
     tensor = dicts[0].get(name)
     if tensor is None:
-        return (None, 0, 0, False, None, 0)
+        return (0, 0, 0, False, 0, 0)
+    try:
+        version = tensor._version
+    except RuntimeError:  # an inference tensor
+        version = -1
     grad = tensor.grad if tensor.is_leaf else None
-    return (
-        id(tensor),
-        _version(tensor),
-        tensor.data_ptr(),
-        tensor.requires_grad,
-        None if grad is None else id(grad),
-        0 if grad is None else _version(grad),
-    )
+    if grad is None:
+        return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, 0, 0)
+    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, id(grad), grad._version)
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _grad(tensor: Tensor | None) -> Tensor | None:
+    return tensor.grad if tensor is not None and tensor.is_leaf else None
+
+
+def _is_zero(grad: Tensor) -> bool:
+    values = grad._values() if grad.is_sparse else grad
+    return not bool(values.detach().count_nonzero())
 
 
 def _updated(own: Any, first: Any, device: torch.device) -> Any:
@@ -359,11 +364,12 @@ def _updated(own: Any, first: Any, device: torch.device) -> Any:
     if first is None:
         return None
     if own is None or type(own) is not type(first):
-        return _copy_tensor(first, device)
+        return copy_tensor(first, device)
     with torch.no_grad():
         if own.shape == first.shape and own.dtype == first.dtype:
             own.copy_(first)
         else:
+            own.grad = None
             own.data = first.detach().to(device, copy=True)
     own.requires_grad_(first.requires_grad)
     return own
@@ -374,11 +380,11 @@ def _copy_hyper_parameters(optimizers: Sequence[Optimizer]) -> None:
     for other in optimizers[1:]:
         for source, target in zip(first, other.param_groups, strict=True):
             for key, value in source.items():
-                if key == "params":
-                    continue
                 current = target.get(key)
+                if key == "params" or current is value:
+                    continue
                 if isinstance(value, Tensor) or isinstance(current, Tensor):
                     if not isinstance(current, Tensor) or not torch.equal(value, current.to(value.device)):
                         target[key] = copy.deepcopy(value)
-                elif current is not value and current != value:
+                elif current != value:
                     target[key] = copy.deepcopy(value)

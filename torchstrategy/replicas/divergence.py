@@ -32,21 +32,22 @@ class DivergenceCheck:
         self._slots: list[Slot] = []
         self.active = False
 
-    def begin(self, slots: list[Slot]) -> None:
+    def begin(self, slots: Callable[[], list[Slot]]) -> None:
         """Start a run."""
         self._runs += 1
         self.active = self._runs <= 2 or self._runs % self._check_every == 0
-        self._slots = slots if self.active else []
+        self._slots = slots() if self.active else []
 
-    def on_turn(self, local_id: int, starts: bool) -> None:
-        """Check that a turn changes nothing of the other replicas.
+    def turn_starts(self) -> None:
+        """Note all tensors before a turn."""
+        self._before = [_fingerprint(dicts, name) for dicts, name in self._slots]
+
+    def turn_ends(self, local_id: int) -> None:
+        """Check that the turn changed nothing of the other replicas.
 
         Raises:
-            DivergenceError: it does; the message names the tensor.
+            DivergenceError: it did; the message names the tensor.
         """
-        if starts:
-            self._before = [_fingerprint(dicts, name) for dicts, name in self._slots]
-            return
         for (dicts, name), before in zip(self._slots, self._before, strict=True):
             for other, (was, now) in enumerate(zip(before, _fingerprint(dicts, name), strict=True)):
                 if other != local_id and was != now:
@@ -58,6 +59,10 @@ class DivergenceCheck:
                         "`params = list(model.parameters())`, belongs to replica 0: take it from the model inside the "
                         "replica function."
                     )
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._slots = []
 
     def end(self) -> None:
         """Check that all replicas have equal parameters.

@@ -11,12 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils import _python_dispatch
+from typing_extensions import override
 
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
-from torchstrategy.replicas.clone import ReplicaSet, Slot, check_can_be_copied
+from torchstrategy.replicas.clone import ReplicaSet, Slot
+from torchstrategy.replicas.copies import check_can_be_copied
 from torchstrategy.replicas.divergence import DivergenceCheck
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
@@ -49,7 +51,7 @@ class Hosting(Protocol):
         """Return the user's object that has this counterpart, or ``None``."""
 
 
-class DirectHosting:
+class DirectHosting(Hosting):
     """One replica in this process: the caller's thread, the user's own objects.
 
     Args:
@@ -73,15 +75,15 @@ class DirectHosting:
         self._record = record
         self._prepare = prepare
         self._device = placement.devices[0]
-        self._streams = RandomStreams(placement.local_replica_ids) if workers is not None else None
+        self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
 
+    @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         (frame,), ((args, kwargs),) = frames, calls
-        start = None
         if self._streams is not None:
+            self._streams.seed_accelerators()
             self._streams.begin()
-            start = self._streams.program_state
             self._streams.enter(0)
         push_frame(frame)
         try:
@@ -91,8 +93,9 @@ class DirectHosting:
             pop_frame(frame)
             if self._streams is not None:
                 self._streams.leave(0)
-                self._streams.end(start)
+                self._streams.end()
 
+    @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
         frame = Frame(self._strategy, None)
         push_frame(frame)
@@ -101,6 +104,7 @@ class DirectHosting:
         finally:
             pop_frame(frame)
 
+    @override
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
@@ -120,14 +124,17 @@ class DirectHosting:
         with torch.no_grad():
             self._workers.broadcast(tensors, "taking the initial values from the chief")
 
+    @override
     def slots(self) -> list[Slot]:
         if self._slots is None:
             self._slots = self._find_slots()
         return self._slots
 
+    @override
     def counterpart(self, local_id: int, obj: Any) -> Any:
         return obj
 
+    @override
     def original(self, obj: Any) -> Any:
         return None
 
@@ -145,7 +152,7 @@ class DirectHosting:
         return found
 
 
-class ThreadedHosting:
+class ThreadedHosting(Hosting):
     """Several replicas in this process, each with copies of the recorded objects and a thread of its own.
 
     Args:
@@ -165,6 +172,7 @@ class ThreadedHosting:
         workers: WorkerGroup | None,
         record: Record,
         prepare: Callable[[Any], None],
+        *,
         concurrent: bool,
         check_every: int,
     ) -> None:
@@ -173,18 +181,17 @@ class ThreadedHosting:
         self._workers = workers
         self._record = record
         self._concurrent = concurrent
-        self._set = ReplicaSet(strategy, placement.devices, record, prepare)
-        self._streams = RandomStreams(placement.local_replica_ids)
+        self._set = ReplicaSet(strategy, placement.devices, record, prepare, self.running)
+        self._streams = RandomStreams(placement.local_replica_ids, placement.devices)
         self._check = DivergenceCheck(check_every, self._name)
         self._runners: list[Runner] = []
         self._depth = 0
         self._lock = threading.RLock()
 
+    @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "Another thread is inside `run` of this strategy. Call `run` from one thread at a time."
-            )
+            raise RuntimeError("Another thread is inside `run` of this strategy. Call `run` from one thread at a time.")
         try:
             _refuse_modes()
             carry = _caller_modes()
@@ -196,9 +203,13 @@ class ThreadedHosting:
         finally:
             self._lock.release()
 
+    @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
+        if request.kind == "merge_call":
+            request = request._replace(fn=functools.partial(self._call_from_outside, request.fn))
         return self._runners[self._depth - 1].merge(local_id, request)
 
+    @override
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
@@ -213,12 +224,15 @@ class ThreadedHosting:
                 self._record.put_back(obj)
             raise
 
+    @override
     def slots(self) -> list[Slot]:
         return self._set.slots()
 
+    @override
     def counterpart(self, local_id: int, obj: Any) -> Any:
         return self._set.counterpart(local_id, obj)
 
+    @override
     def original(self, obj: Any) -> Any:
         return self._set.original(obj)
 
@@ -229,35 +243,35 @@ class ThreadedHosting:
     def _run_tasks(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         outermost = self._depth == 0
         if len(self._runners) == self._depth:
-            self._runners.append(Runner(len(tasks), self._concurrent, self._on_turn))
+            turns = _Turns(self._streams, self._check)
+            self._runners.append(Runner(len(tasks), turns, concurrent=self._concurrent))
         runner = self._runners[self._depth]
-        start = None
+        self._set.before_run()
         if outermost:
-            self._set.before_run()
-            self._check.begin(self._set.slots())
-            self._streams.begin()
-            start = self._streams.program_state
+            self._check.begin(self._set.slots)
+            self._streams.seed_accelerators()
+            if not self._concurrent:  # replicas that run at the same time share the generator
+                self._streams.begin()
         self._depth += 1
         try:
             results = runner.run(tasks, self._name)
+            if outermost and self._check.active:
+                self._check.end()
         finally:
             self._depth -= 1
+            self._set.after_run()
             if outermost:
-                self._streams.end(start)
-                self._set.after_run()
-        if outermost and self._check.active:
-            self._check.end()
+                if not self._concurrent:
+                    self._streams.end()
+                self._check.forget()
         return results
 
-    def _on_turn(self, local_id: int, starts: bool) -> None:
-        if starts:
-            if self._check.active:
-                self._check.on_turn(local_id, True)
-            self._streams.enter(local_id)
-        else:
-            self._streams.leave(local_id)
-            if self._check.active:
-                self._check.on_turn(local_id, False)
+    def _call_from_outside(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
+        """Call the user's merge function, whose changes to replica 0 are for all replicas."""
+        self._set.after_run()
+        results = fn(payloads)
+        self._set.before_run()
+        return results
 
     def _call(
         self,
@@ -280,6 +294,23 @@ class ThreadedHosting:
 
     def _name(self, local_id: int) -> str:
         return f"replica {self._placement.first_replica + local_id} on {self._placement.devices[local_id]}"
+
+
+class _Turns:
+    """Switches the random stream, and looks for writes to other replicas' tensors."""
+
+    def __init__(self, streams: RandomStreams, check: DivergenceCheck) -> None:
+        self._streams = streams
+        self._check = check
+
+    def starts(self, local_id: int) -> None:
+        self._check.turn_starts()
+        self._streams.enter(local_id)
+
+    def ends(self, local_id: int, *, failed: bool) -> None:
+        self._streams.leave(local_id)
+        if not failed:  # the replica's own error says more
+            self._check.turn_ends(local_id)
 
 
 class _CallerModes:
@@ -338,7 +369,7 @@ def _refuse_modes() -> None:
     """Refuse function and dispatch modes of the caller: they would silently not apply on the replicas' threads."""
     modes = [
         type(mode).__name__
-        for mode in torch.overrides._get_current_function_mode_stack()
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if type(mode).__name__ != _DEVICE_CONTEXT
     ]
     modes += [type(mode).__name__ for mode in _python_dispatch._get_current_dispatch_mode_stack()]

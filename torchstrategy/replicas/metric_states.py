@@ -48,7 +48,7 @@ def metrics_of(body: Any) -> dict[str, Any]:
 def merged_copy(strategy: Any, bodies: Sequence[Any]) -> Any:
     """Return a copy of a metric that holds what all replicas accumulated, and computes without communicating.
 
-    Every process must call this at the same point.
+    Every process must call this at the same point, unless ``strategy`` is ``None``: then only the bodies are merged.
     """
     states = merged_states(strategy, bodies)
     merged = _copy_sharing_tensors(next((body for body in bodies if _num_updates(body)), bodies[0]))

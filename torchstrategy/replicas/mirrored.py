@@ -1,77 +1,142 @@
 """The object in the user's hands when a process hosts several replicas: a facade by class swap.
 
 Inside ``run`` every read, write and call goes to the current replica's own object (its *body*), which is a plain object
-of the plain class. Outside, data reads give replica 0's, writes and methods act on all replicas. A module keeps its
-own tree of children, which are facades too, and shares its dictionaries of parameters and buffers with replica 0.
+of the plain class. Outside, data reads give replica 0's, writes and methods act on all replicas. A facade holds nothing
+but its ``Mirror``; a module's facade has a tree of children of its own, which are facades too.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from torchstrategy.context import current_replica_context
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods
+from torchstrategy.replicas.snapshots import SCALARS, differ, snapshot
 
-__all__ = ["Mirror", "bodies", "mirror_of", "resolve", "swap_class"]
+__all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "resolve", "swap_class"]
 
-_mirrors: dict[int, Mirror] = {}
+_MIRROR = "_ts_mirror"
 _facade_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
-#: What the facade of a module keeps for itself.
-_OWN = frozenset({"_modules", "__dict__"})
 #: Methods of a module that must act on every replica's object; the others work through attribute writes.
 _MODULE_ON_ALL = frozenset({"zero_grad", "compile"})
-_STRUCTURAL = frozenset({"add_module", "register_module", "register_parameter", "register_buffer"})
 #: Methods of other objects that only read; calling them on replica 0 is enough.
-_READS = frozenset({"state_dict", "get_last_lr", "get_lr", "get_scale", "is_enabled", "step"})
-_PLAIN_DATA = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset)
+_READS = frozenset({"state_dict", "get_last_lr", "get_lr", "get_scale", "is_enabled"})
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class Mirror:
     """What belongs to one facade.
 
     Args:
-        replicas: the set of replicas; has ``current()``, ``value_for(local_id, value)`` and ``strategy``.
+        replicas: the set of replicas; has ``current()``, ``values_for(value)``, ``note_everything()`` and ``strategy``.
         cls: the object's plain class.
         copies: one plain object for each replica.
+        children: a module's children, as facades.
     """
 
-    def __init__(self, replicas: Any, cls: type, copies: tuple[Any, ...]) -> None:
+    def __init__(self, replicas: Any, cls: type, copies: tuple[Any, ...], children: Mapping[str, Any]) -> None:
         self.replicas = replicas
         self.cls = cls
         self.bodies = copies
         self.is_module = issubclass(cls, nn.Module)
         self.outside: dict[str, OutsideMethod] = outside_methods(cls)
-        #: Replica 0's plain data when it was first looked at from outside since the last run.
-        self.seen: dict[str, Any] | None = None
+        self.members: dict[str, _Members] = {}
+        if self.is_module:
+            state = copies[0].__dict__
+            kinds = {"_modules": dict(children), "_parameters": state["_parameters"], "_buffers": state["_buffers"]}
+            self.members = {kind: _Members(self, kind, data) for kind, data in kinds.items()}
+        #: What the set of replicas knows of a module's tensors, and whether the module got or lost some since.
+        self.tensors: Any = None
+        #: id of a tensor of replica 0 -> (weak reference to it, its counterparts on the other replicas)
+        self.known: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}
+        self.is_stale = False
+        #: What replica 0's attributes held when they were first read from outside since the last run.
+        self._seen: dict[str, Any] = {}
+        #: For each dictionary of hooks that was not empty at first: replica 0's and the others'.
+        self._hooks = _hook_dictionaries(copies)
 
-    def note_access(self) -> None:
-        """Remember replica 0's plain data, to tell later what was changed in place from outside."""
-        if self.seen is None:
-            self.seen = _plain_data(self.bodies[0])
+    def note_access(self, name: str) -> None:
+        """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
+        if name not in self._seen:
+            self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
+
+    def note_all(self) -> None:
+        """Do so for all attributes."""
+        for name in self.bodies[0].__dict__:
+            if name not in _MODULE_INTERNALS:
+                self.note_access(name)
 
     def push_changes(self) -> None:
-        """Give the other replicas what was changed in replica 0's plain data from outside."""
-        if self.seen is None:
+        """Give the other replicas what was changed in replica 0's attributes from outside."""
+        for first, others in self._hooks:
+            for other in others:
+                for key in other.keys() - first.keys():
+                    del other[key]
+        if not self._seen:
             return
-        now, before, self.seen = _plain_data(self.bodies[0]), self.seen, None
-        for name, value in now.items():
-            if name not in before or before[name] != value:
+        state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
+        changed = [name for name, before in seen.items() if differ(before, snapshot(state.get(name)))]
+        for name in changed:
+            if name not in state:
                 for body in self.bodies[1:]:
-                    body.__dict__[name] = copy.deepcopy(value)
+                    body.__dict__.pop(name, None)
+                continue
+            first = state[name]
+            values = self.replicas.values_for(first)
+            for body, value in zip(self.bodies[1:], values[1:], strict=True):
+                body.__dict__[name] = value
+                if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
+                    value.data = first.detach().to(value.device, copy=True)
+
+    def call_outside(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method's counterpart for cross-replica context; in a run that it was handed to, the plain method."""
+        local_id = self.replicas.current()
+        if local_id is not None:
+            return getattr(self.bodies[local_id], name)(*args, **kwargs)
+        family = list(self._family())
+        for mirror in family:
+            mirror.push_changes()
+        try:
+            return self.outside[name](self.replicas.strategy, self.bodies, *args, **kwargs)
+        finally:
+            for mirror in family:  # what it changed on replica 0 only is meant so
+                mirror._seen = {}
+
+    def _family(self) -> Iterator[Mirror]:
+        """Yield this mirror and those of a module's children, grandchildren and so on."""
+        yield self
+        for child in self.members["_modules"].values() if self.is_module else ():
+            mirror = mirror_of(child)
+            if mirror is not None:
+                yield from mirror._family()
+
+    def know(self, tensors: tuple[Tensor, ...]) -> None:
+        """Note that one replica's tensors are each other's counterparts."""
+        key, known = id(tensors[0]), self.known
+        self.known[key] = (weakref.ref(tensors[0], lambda _: known.pop(key, None)), tensors[1:])
+
+    def known_on(self, local_id: int) -> dict[int, Tensor]:
+        """Return a replica's counterparts of replica 0's tensors by their ids."""
+        living = [(key, reference(), others) for key, (reference, others) in list(self.known.items())]
+        return {key: others[local_id - 1] if local_id else t for key, t, others in living if t is not None}
+
+    def counterparts(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the other replicas' counterparts of replica 0's tensor, if this module has or had it."""
+        entry = self.known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def call_all(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of every replica's object and return replica 0's result."""
-        results = []
-        for i, body in enumerate(self.bodies):
-            own_args, own_kwargs = self.replicas.value_for(i, (args, kwargs))
-            results.append(getattr(body, name)(*own_args, **own_kwargs))
+        calls = self.replicas.values_for((args, kwargs))
+        results = [getattr(body, name)(*a, **k) for body, (a, k) in zip(self.bodies, calls, strict=True)]
         if all(isinstance(result, torch.utils.hooks.RemovableHandle) for result in results):
             return _HandleOfAll(results)
         return results[0]
@@ -82,6 +147,7 @@ class _HandleOfAll:
 
     def __init__(self, handles: list[torch.utils.hooks.RemovableHandle]) -> None:
         self._handles = handles
+        self.id = handles[0].id
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -94,65 +160,114 @@ class _HandleOfAll:
         self.remove()
 
 
+class _Members(UserDict[str, Any]):
+    """The children, parameters or buffers of a module's facade; a change reaches every replica's object.
+
+    torch's containers and ``torch.nn.utils`` edit these dictionaries directly.
+    """
+
+    def __init__(self, mirror: Mirror, kind: str, data: dict[str, Any]) -> None:
+        self.data = data
+        self._mirror = weakref.ref(mirror)
+        self._kind = kind
+
+    def __setitem__(self, name: str, item: Any) -> None:
+        mirror = self._owner()
+        values = mirror.replicas.values_for(item)
+        self.data[name] = item
+        for body, value in zip(mirror.bodies, values, strict=True):
+            body.__dict__[self._kind][name] = value
+        mirror.is_stale = True
+
+    def __delitem__(self, name: str) -> None:
+        mirror = self._owner()
+        del self.data[name]
+        for body in mirror.bodies:
+            body.__dict__[self._kind].pop(name, None)  # replica 0's parameters and buffers are `data`
+        mirror.is_stale = True
+
+    def _owner(self) -> Mirror:
+        mirror = self._mirror()
+        if mirror is None:
+            raise RuntimeError("The module that these members belong to no longer exists.")
+        return mirror
+
+
 class _Facade:
     """Mixed in before the plain class."""
 
+    def __init_subclass__(cls) -> None:
+        """Keep facade classes out of the registries that user classes may keep."""
+
     def __getattribute__(self, name: str) -> Any:
-        mirror = _mirrors[id(self)]
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_to_be_compiled()
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
         local_id = mirror.replicas.current()
         if local_id is not None:
             return getattr(mirror.bodies[local_id], name)
         if name == "__class__":
             return mirror.cls
         if name in mirror.outside:
-            return functools.partial(mirror.outside[name], mirror.replicas.strategy, mirror.bodies)
+            return functools.partial(mirror.call_outside, name)
         return _read_module(self, mirror, name) if mirror.is_module else _read_object(self, mirror, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        mirror = _mirrors[id(self)]
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
         local_id = mirror.replicas.current()
         if local_id is not None:
             setattr(mirror.bodies[local_id], name, value)
-            return
-        values = [mirror.replicas.value_for(i, value) for i in range(len(mirror.bodies))]
-        if mirror.is_module and (isinstance(value, nn.Module) or name in self._modules):
-            super().__setattr__(name, value)
-        for body, own in zip(mirror.bodies, values, strict=True):
-            setattr(body, name, own)
+        elif name == "__class__":
+            _change_class(self, mirror, value)
+        elif name == "_modules" and mirror.is_module:
+            mirror.members["_modules"].clear()
+            mirror.members["_modules"].update(value)
+        else:
+            for body, own in zip(mirror.bodies, mirror.replicas.values_for(value), strict=True):
+                setattr(body, name, own)
+            _refresh_child(mirror, name, value)
 
     def __delattr__(self, name: str) -> None:
-        mirror = _mirrors[id(self)]
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
         local_id = mirror.replicas.current()
         if local_id is not None:
             delattr(mirror.bodies[local_id], name)
             return
-        if mirror.is_module and name in self._modules:
-            del self._modules[name]
         for body in mirror.bodies:
-            # Replica 0 shares the facade's dictionaries.
-            if hasattr(body, name):
-                delattr(body, name)
+            delattr(body, name)
+        _refresh_child(mirror, name, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mirror = _mirrors[id(self)]
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
         local_id = mirror.replicas.current()
-        if local_id is None and "forward" in mirror.outside:
+        if local_id is not None:
+            return mirror.bodies[local_id](*args, **kwargs)
+        if "forward" in mirror.outside:
             return self.forward(*args, **kwargs)
-        return mirror.bodies[local_id or 0](*args, **kwargs)
+        if not mirror.is_module:
+            return mirror.call_all("__call__", *args, **kwargs)
+        mirror.replicas.note_everything()
+        return mirror.bodies[0](*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(resolve(self), memo)
-
-    def __copy__(self) -> Any:
-        return copy.copy(resolve(self))
-
+    # No __deepcopy__: wrappers that pass attributes on, such as torch.compile's, would take it for theirs.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return resolve(self).__reduce_ex__(protocol)
 
 
+def _refuse_to_be_compiled() -> None:
+    raise RuntimeError(
+        "torch.compile met an object that has one copy for each replica. Compile the model itself, inside the scope: "
+        "`with strategy.scope(): compiled = torch.compile(model)`, and call it in a function that is not compiled."
+    )
+
+
+#: What torch.compiler.assume_constant_result sets: the function runs when it is traced.
+_refuse_to_be_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def mirror_of(obj: Any) -> Mirror | None:
     """Return the mirror of a facade, or ``None`` for a plain object."""
-    return _mirrors.get(id(obj)) if isinstance(type(obj), type) and issubclass(type(obj), _Facade) else None
+    return object.__getattribute__(obj, _MIRROR) if issubclass(type(obj), _Facade) else None
 
 
 def bodies(obj: Any) -> tuple[Any, ...]:
@@ -169,21 +284,30 @@ def resolve(obj: Any) -> Any:
     return mirror.bodies[mirror.replicas.current() or 0]
 
 
-def swap_class(obj: Any, mirror: Mirror) -> None:
-    """Make an object a facade.
+def check_can_swap(obj: Any) -> None:
+    """Raise unless an object can become a facade.
 
     Raises:
-        TypeError: Python can't change the object's class.
+        TypeError: Python can't change the object's class, or what it holds lies outside its ``__dict__``.
     """
-    facade = _facade_class(mirror.cls)
-    key = id(obj)
-    weakref.finalize(obj, _mirrors.pop, key, None)
-    _mirrors[key] = mirror
-    try:
-        object.__setattr__(obj, "__class__", facade)
-    except TypeError:
-        del _mirrors[key]
-        raise
+    cls = type(obj)
+    slots = [name for base in cls.__mro__ for name in _slots_of(base) if name not in ("__dict__", "__weakref__")]
+    if slots:
+        raise TypeError(f"the class has __slots__ ({', '.join(slots)})")
+    object.__new__(cls)  # refuses subclasses of list, dict and the like
+    object.__setattr__(obj, "__class__", _facade_class(cls))
+    object.__setattr__(obj, "__class__", cls)
+
+
+def swap_class(obj: Any, mirror: Mirror) -> None:
+    """Make an object that passed ``check_can_swap`` a facade."""
+    object.__setattr__(obj, "__dict__", {_MIRROR: mirror})
+    object.__setattr__(obj, "__class__", _facade_class(mirror.cls))
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _facade_class(cls: type) -> type:
@@ -197,55 +321,73 @@ def _facade_class(cls: type) -> type:
     return facade
 
 
+def _change_class(obj: Any, mirror: Mirror, cls: type) -> None:
+    """Follow a change of the plain class, as ``torch.nn.utils.parametrize`` makes it."""
+    for body in mirror.bodies:
+        body.__class__ = cls
+    mirror.cls = cls
+    object.__setattr__(obj, "__class__", _facade_class(cls))
+
+
 def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
-    if name in _OWN:
-        return object.__getattribute__(module, name)
-    if name in _MODULE_ON_ALL or (name.startswith("register_") and name.endswith("hook")):
-        return functools.partial(mirror.call_all, name)
-    if name in _STRUCTURAL:
-        return functools.partial(_change_structure, module, mirror, name)
+    if name in mirror.members:
+        return mirror.members[name]
     state = mirror.bodies[0].__dict__
+    if name == "__dict__":
+        mirror.note_all()
+        return state
     if name in state:
-        mirror.note_access()
-        return state[name]
+        value = state[name]
+        if name not in _MODULE_INTERNALS and type(value) not in SCALARS:
+            mirror.note_access(name)
+        return value
+    if name in _MODULE_ON_ALL or ("register" in name and name.endswith("hook")):
+        return functools.partial(mirror.call_all, name)
+    if not hasattr(mirror.cls, name):
+        for members in mirror.members.values():
+            if name in members:
+                return members[name]
     return object.__getattribute__(module, name)
 
 
 def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
+    first = mirror.bodies[0]
+    state = first.__dict__
+    if name == "__dict__":
+        mirror.note_all()
+        return state
+    on_class = hasattr(mirror.cls, name)
+    if name in state and not (on_class and name == "zero_grad"):
+        if type(state[name]) not in SCALARS:
+            mirror.note_access(name)
+        return state[name]
+    if name in _READS and on_class:
+        return getattr(first, name)
     value = object.__getattribute__(obj, name)
-    if name in ("state", "defaults", "__dict__"):
-        mirror.note_access()
-    if name.startswith("__") or name in _READS or not hasattr(type(obj), name) or not callable(value):
+    # Schedulers take `optimizer.step.__func__`; called outside, the step hook refuses it.
+    is_step = name == "step" and isinstance(first, Optimizer)
+    if name.startswith("__") or is_step or not on_class or not callable(value) or isinstance(value, type):
         return value
     return functools.partial(mirror.call_all, name)
 
 
-def _change_structure(module: Any, mirror: Mirror, name: str, /, *args: Any, **kwargs: Any) -> None:
-    """Register a child, parameter or buffer on the facade and on every replica's object."""
-    values = [mirror.replicas.value_for(i, (args, kwargs)) for i in range(len(mirror.bodies))]
-    if name in ("add_module", "register_module"):
-        getattr(nn.Module, name)(module, *args, **kwargs)
-    for body, (own_args, own_kwargs) in zip(mirror.bodies, values, strict=True):
-        getattr(body, name)(*own_args, **own_kwargs)
+def _refresh_child(mirror: Mirror, name: str, value: Any) -> None:
+    """Let a facade's children follow an assignment to its bodies."""
+    if not mirror.is_module:
+        return
+    children = mirror.members["_modules"].data
+    if name in mirror.bodies[0]._modules:
+        children[name] = value
+    else:
+        children.pop(name, None)
+    if value is None or isinstance(value, (Tensor, nn.Module)):
+        mirror.is_stale = True
 
 
-def _plain_data(body: Any) -> dict[str, Any]:
-    """Return a copy of the attributes that hold nothing but plain Python data."""
-    return {
-        name: copy.deepcopy(value)
-        for name, value in body.__dict__.items()
-        if not (name.startswith("_") and name in _MODULE_INTERNALS) and _is_plain(value)
-    }
-
-
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) not in _PLAIN_DATA:
-        return False
-    if isinstance(value, dict):
-        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return all(_is_plain(item) for item in value)
-    return True
+def _hook_dictionaries(copies: tuple[Any, ...]) -> list[tuple[dict[int, Any], list[dict[int, Any]]]]:
+    """Return the hooks from before the first run, whose handles know of replica 0's dictionaries only."""
+    return [
+        (value, [body.__dict__[name] for body in copies[1:]])
+        for name, value in copies[0].__dict__.items()
+        if isinstance(value, dict) and value and "hook" in name
+    ]

@@ -1,8 +1,9 @@
-"""One stream of CPU random numbers for each replica.
+"""One stream of random numbers for each replica.
 
 torch has one default CPU generator. A replica's state is put into it for the replica's turn. Replica 0 draws from the
 program's own stream, as one replica would; the others' streams derive from its state and their ids, and start anew
-whenever the program's stream was moved or seeded outside. Switching costs about a microsecond.
+whenever the program's stream was moved or seeded outside. Switching costs about a microsecond. Accelerators have a
+generator each, which ``torch.manual_seed`` seeds alike: there only the seeds are changed.
 """
 
 from __future__ import annotations
@@ -13,44 +14,60 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStreams"]
+__all__ = ["RandomStreams", "derive_seed", "replica_generator"]
 
 
 class RandomStreams:
-    """The CPU random streams of this process's replicas.
+    """The random streams of this process's replicas.
 
     Args:
         replica_ids: ids of this process's replicas.
+        devices: their devices.
     """
 
-    def __init__(self, replica_ids: Sequence[int]) -> None:
+    def __init__(self, replica_ids: Sequence[int], devices: Sequence[torch.device]) -> None:
         self._replica_ids = replica_ids
+        self._accelerators = [(i, d) for i, d in zip(replica_ids, devices, strict=True) if i and d.type == "cuda"]
+        self._seeds: dict[int, int] = {}
+        #: The other replicas' streams; replica 0's is the program's.
         self._states: list[Tensor | None] = [None] * len(replica_ids)
+        self._start: Tensor | None = None
         self._program: Tensor | None = None
-        self._entry: list[Tensor | None] = [None] * len(replica_ids)
+        self._entry: Tensor | None = None
         self._moved = False
 
     def begin(self) -> None:
-        """Take over the generator for a run."""
+        """Take over the CPU generator for a run."""
         state = torch.default_generator.get_state()
         if self._program is None or not torch.equal(state, self._program):
             self._states = [None] * len(self._replica_ids)
-        self._program = state
+        self._start = self._program = state
         self._moved = False
+
+    def seed_accelerators(self) -> None:
+        """Give the accelerators' generators seeds of their own if the user has seeded them alike since."""
+        for replica_id, device in self._accelerators:
+            generator = _default_generator(device)
+            seed = generator.initial_seed()
+            if seed != self._seeds.get(replica_id):
+                self._seeds[replica_id] = derive_seed(torch.tensor([seed]), replica_id)
+                generator.manual_seed(self._seeds[replica_id])
 
     def enter(self, local_id: int) -> None:
         """Put a replica's stream into the generator."""
         generator = torch.default_generator
+        start, program = self._begun()
         if self._replica_ids[local_id] == 0:
-            generator.set_state(self._require_program())
+            generator.set_state(program)
             return
         state = self._states[local_id]
         if state is None:
-            generator.manual_seed(derive_seed(self._require_program(), self._replica_ids[local_id]))
+            # From the state at the start of the run: where replica 0's stream is by now depends on merge points.
+            generator.manual_seed(derive_seed(start, self._replica_ids[local_id]))
             state = generator.get_state()
         else:
             generator.set_state(state)
-        self._entry[local_id] = state
+        self._entry = state
 
     def leave(self, local_id: int) -> None:
         """Take a replica's stream out of the generator."""
@@ -58,31 +75,35 @@ class RandomStreams:
         if self._replica_ids[local_id] == 0:
             self._program = state
             return
-        entry = self._entry[local_id]
-        self._moved = self._moved or entry is None or not torch.equal(state, entry)
+        self._moved = self._moved or self._entry is None or not torch.equal(state, self._entry)
         self._states[local_id] = state
 
-    def end(self, start: Tensor | None = None) -> None:
+    def end(self) -> None:
         """Give the generator back to the program.
 
         If replicas drew but the program's stream did not move, it moves by one draw: seeding it again with the same
         seed is then visible to ``begin``.
         """
-        program = self._require_program()
+        start, program = self._begun()
         torch.default_generator.set_state(program)
-        if self._moved and start is not None and torch.equal(program, start):
+        if self._moved and torch.equal(program, start):
             torch.empty((), dtype=torch.int64).random_()
             self._program = torch.default_generator.get_state()
 
-    @property
-    def program_state(self) -> Tensor | None:
-        """State of the program's stream."""
-        return self._program
-
-    def _require_program(self) -> Tensor:
-        if self._program is None:
+    def _begun(self) -> tuple[Tensor, Tensor]:
+        if self._start is None or self._program is None:
             raise RuntimeError("RandomStreams.begin() was not called.")
-        return self._program
+        return self._start, self._program
+
+
+def replica_generator(generator: torch.Generator, replica_id: int) -> torch.Generator:
+    """Return a replica's counterpart of a generator that the user made: its stream is another one."""
+    return torch.Generator(generator.device).manual_seed(derive_seed(generator.get_state(), replica_id))
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[device.index or 0]
 
 
 def derive_seed(state: Tensor, replica_id: int) -> int:

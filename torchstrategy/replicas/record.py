@@ -65,7 +65,13 @@ class Record:
         def forget(_: weakref.ref[Any]) -> None:
             _owners.pop(key, None)
 
-        reference = weakref.ref(obj, forget)
+        try:
+            reference = weakref.ref(obj, forget)
+        except TypeError:
+            raise TypeError(
+                f"A {type(obj).__name__} can't have a copy for each replica. Use an object of a plain Python class "
+                f"that keeps its data in attributes. Received: {obj!r}"
+            ) from None
         _owners[key] = (reference, self._strategy)
         return reference
 
@@ -95,7 +101,7 @@ def start_recording() -> None:
         _active += 1
         if _active > 1:
             return
-        for cls in _RECORDED:
+        for cls in (*_RECORDED, *_subclasses(LRScheduler)):
             _originals[cls] = cls.__init__  # type: ignore[misc]
             cls.__init__ = _recording(cls.__init__)  # type: ignore[misc]
 
@@ -109,6 +115,14 @@ def stop_recording() -> None:
             for cls, original in _originals.items():
                 cls.__init__ = original  # type: ignore[misc]
             _originals.clear()
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type]:
+    """Yield the subclasses with a constructor of their own: some schedulers do not call their base class's."""
+    for subclass in cls.__subclasses__():
+        if "__init__" in vars(subclass):
+            yield subclass
+        yield from _subclasses(subclass)
 
 
 def _recording(original: Callable[..., None]) -> Callable[..., None]:

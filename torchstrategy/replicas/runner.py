@@ -8,13 +8,15 @@ point, and goes on to the next one. When all replicas wait at a merge point, the
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchstrategy.log import logger
 
-__all__ = ["MergeRequest", "Runner"]
+__all__ = ["MergeRequest", "Runner", "Turns"]
 
 
 class MergeRequest(NamedTuple):
@@ -93,20 +95,31 @@ class _ReplicaThread(threading.Thread):
                 return
 
 
+class Turns(Protocol):
+    """What wants to know whose turn it is."""
+
+    def starts(self, local_id: int) -> None:
+        """Prepare for a replica's turn."""
+
+    def ends(self, local_id: int, *, failed: bool) -> None:
+        """Clean up after a replica's turn."""
+
+
 class Runner:
     """Runs one function call for each replica.
 
     Args:
         num_replicas: replicas of this process.
         concurrent: run the replicas at the same time instead of in turns.
-        on_turn: called with a local id before (``True``) and after (``False``) its turn, on the caller's thread.
+        turns: told on the caller's thread of each turn's start and end.
     """
 
-    def __init__(self, num_replicas: int, concurrent: bool, on_turn: Callable[[int, bool], None]) -> None:
+    def __init__(self, num_replicas: int, turns: Turns, *, concurrent: bool) -> None:
         self._num_replicas = num_replicas
         self._concurrent = concurrent
-        self._on_turn = on_turn
+        self._turns = turns
         self._threads: list[_ReplicaThread] = []
+        weakref.finalize(self, _end, self._threads).atexit = False
         #: The replica whose turn it is; autograd threads of accelerators have no context of their own.
         self.current: int | None = None
 
@@ -126,7 +139,7 @@ class Runner:
         threads = self._ready_threads()
         for thread, task in zip(threads, tasks, strict=True):
             context = contextvars.copy_context()
-            thread.task = lambda context=context, task=task: context.run(task)  # type: ignore[misc]
+            thread.task = functools.partial(context.run, task)
             thread.done, thread.aborted = False, False
             thread.result = thread.error = thread.request = None
         try:
@@ -146,19 +159,18 @@ class Runner:
 
     def merge(self, local_id: int, request: MergeRequest) -> Any:
         """Meet the other replicas; called in a replica function."""
-        return self._threads[local_id].merge(request)
+        thread = threading.current_thread()
+        if isinstance(thread, _ReplicaThread):  # of this runner, or left over from a run that was interrupted
+            return thread.merge(request)
+        return self._threads[local_id].merge(request)  # autograd's thread of an accelerator
 
     def close(self) -> None:
         """End the threads."""
-        for thread in self._threads:
-            if thread.done:
-                thread.task = None
-                thread.resume()
-        self._threads = []
+        _end(self._threads)
 
     def _ready_threads(self) -> list[_ReplicaThread]:
         if not self._threads:
-            self._threads = [_ReplicaThread(i) for i in range(self._num_replicas)]
+            self._threads += [_ReplicaThread(i) for i in range(self._num_replicas)]
         return self._threads
 
     def _round(self, threads: Sequence[_ReplicaThread]) -> None:
@@ -170,14 +182,14 @@ class Runner:
                 thread.wait_paused()
             return
         for i, thread in enumerate(threads):
-            self._on_turn(i, True)
+            self._turns.starts(i)
             self.current = i
             try:
                 thread.resume()
                 thread.wait_paused()
             finally:
                 self.current = None
-                self._on_turn(i, False)
+                self._turns.ends(i, failed=thread.error is not None)
             if thread.error is not None:
                 return  # as tf: the replicas after a failed one are not started
 
@@ -227,4 +239,12 @@ class Runner:
                 thread.wait_paused()
             thread.error = None
         if not orderly:
-            self._threads = []
+            self._threads.clear()
+
+
+def _end(threads: list[_ReplicaThread]) -> None:
+    for thread in threads:
+        if thread.done:
+            thread.task = None
+            thread.resume()
+    threads.clear()

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
 from torchstrategy.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
 from torchstrategy.data.context import InputContext
 from torchstrategy.devices import Placement
@@ -52,6 +54,7 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         super().__init__(Placement(1, 0, (torch.device("cpu", 0),)))
         self.context = _DefaultReplicaContext(self, 0, 0)
+        self._is_alone = not is_one_of_several(os.environ)
 
     @override
     def scope(self) -> Any:
@@ -72,6 +75,8 @@ class DefaultStrategy(Strategy):
             raise TypeError(f"fn must be callable. Received: {fn!r}")
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"positional args must be a list or tuple, got {type(args).__name__}: {args!r}")
+        if not self._is_alone:
+            warn_of_independent_copies("The default strategy")
         own_kwargs = kwargs or {}
         frame = Frame(self, _DefaultReplicaContext(self, 0, 0, (args, own_kwargs)))
         push_frame(frame)

@@ -10,7 +10,7 @@ import torch
 from torchstrategy.cluster_resolver.torchrun import TorchrunEnvironment
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.collectives.rendezvous import make_store
+from torchstrategy.collectives.rendezvous import meet
 from torchstrategy.devices import Placement, full_device_name, local_devices, visible_devices
 from torchstrategy.log import logger
 from torchstrategy.options import CommunicationOptions
@@ -101,21 +101,21 @@ def _devices_of_rank(
 def _join(
     environment: TorchrunEnvironment, own: tuple[torch.device, ...], options: CommunicationOptions
 ) -> WorkerGroup:
-    store = make_store(
+    meeting = meet(
         environment.master_addr,
         environment.master_port,
         environment.rank,
         environment.world_size,
         hosted=environment.agent_store,
         attempt=environment.restart_count,
+        timeout_s=options.timeout_seconds,
     )
     if own[0].type == "cuda":
         torch.cuda.set_device(own[0])
-    workers = WorkerGroup(store, environment.rank, environment.world_size, own[0].type, options)
+    workers = WorkerGroup(meeting, own[0].type, options)
     brought = workers.exchange("joining the MirroredStrategy", [str(device) for device in own])
     kinds = [[device.split(":")[0] for device in row] for row in brought]
     if any(row != kinds[0] for row in kinds):
-        workers.close()
         raise RuntimeError(
             "Every process must bring as many devices, of the same kinds:\n"
             + "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(brought))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
 from torchstrategy.devices import Placement, canonical_device
 from torchstrategy.strategy import Strategy
 
@@ -29,3 +32,5 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str | torch.device) -> None:
         super().__init__(Placement(1, 0, (canonical_device(device),)))
+        if is_one_of_several(os.environ):
+            warn_of_independent_copies(type(self).__name__)

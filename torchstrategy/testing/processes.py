@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
@@ -17,13 +18,15 @@ import torch
 __all__ = ["ProcessPool", "RemoteError", "run_in_processes"]
 
 _START_TIMEOUT_S = 120.0
+_AFTER_ERROR_S = 6.0
 
 
 class RemoteError(RuntimeError):
     """A function failed in at least one process.
 
     Args:
-        errors: the errors by rank; a rank that did not answer in time has a ``TimeoutError``.
+        errors: the errors by rank; a rank that did not answer in time, or within seconds after another rank's error,
+            has a ``TimeoutError``.
         tracebacks: their tracebacks as text, by rank.
     """
 
@@ -80,22 +83,12 @@ class ProcessPool:
             self._start()
         for connection in self._connections:
             connection.send((fn, args, kwargs))
-        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+        answers = self._collect(timeout_s or self._timeout_s)
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
         tracebacks: dict[int, str] = {}
-        for rank, connection in enumerate(self._connections):
-            try:
-                answer = _receive(connection, deadline)
-            except (EOFError, OSError):
-                code = self._processes[rank].exitcode
-                errors[rank] = RuntimeError(f"the process ended with exit code {code}")
-                tracebacks[rank] = str(errors[rank])
-                continue
-            if answer is None:
-                errors[rank] = TimeoutError(f"no answer within {timeout_s or self._timeout_s:g} s")
-                tracebacks[rank] = str(errors[rank])
-            elif answer[0] == "error":
+        for rank, answer in enumerate(answers):
+            if answer[0] == "error":
                 errors[rank], tracebacks[rank] = answer[1:]
             else:
                 results[rank] = answer[1]
@@ -127,6 +120,32 @@ class ProcessPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _collect(self, timeout_s: float) -> list[tuple[Any, ...]]:
+        """Return every rank's answer; once one rank has failed, the others get a few seconds to follow."""
+        waiting = dict(enumerate(self._connections))
+        answers: dict[int, tuple[Any, ...]] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))):
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                answers[rank] = self._answer(rank, waiting.pop(rank))
+                if answers[rank][0] == "error":
+                    deadline = min(deadline, time.monotonic() + _AFTER_ERROR_S)
+        for rank in waiting:
+            after = "" if len(waiting) == self.size else ", or soon after another rank's error"
+            text = f"no answer within {timeout_s:g} s{after}"
+            answers[rank] = ("error", TimeoutError(text), text)
+        return [answers[rank] for rank in range(self.size)]
+
+    def _answer(self, rank: int, connection: Connection) -> tuple[Any, ...]:
+        try:
+            return connection.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            self._processes[rank].join(timeout=5)  # the connection closes before the exit code is there
+            text = f"the process ended with exit code {self._processes[rank].exitcode}"
+        except Exception as error:  # noqa: BLE001 - unpickling raises many kinds
+            text = f"the answer can't be unpickled: {error}"
+        return ("error", RuntimeError(text), text)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -200,6 +219,8 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
 
 def _send(connection: Connection, answer: tuple[Any, ...]) -> None:
     try:
+        if answer[0] == "error":
+            pickle.loads(pickle.dumps(answer))  # an exception class may take arguments that pickle does not know of
         connection.send(answer)
     except Exception as error:  # noqa: BLE001 - pickle raises many kinds
         text = answer[2] if answer[0] == "error" else f"the result can't be pickled: {error}"

@@ -1,0 +1,56 @@
+# Everything runs in a virtual environment of its own, made on first use. `make PYTHON=python3.12 test` picks a Python.
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test test-slow lint format types docs build clean
+
+help:
+	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
+	@echo "make test       run the tests (not the slow ones) in two processes"
+	@echo "make test-slow  run the slow tests"
+	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
+	@echo "make types      mypy --strict on the library"
+	@echo "make docs       build the documentation into docs/_build/html, warnings are errors"
+	@echo "make build      build the source distribution and the wheel into dist/"
+	@echo "make clean      remove the virtual environment and everything that was built"
+
+demo: $(VENV)/.recipes
+	$(RUN) recipes/custom_loop.py strategy=mirrored 'strategy.devices=[cpu:0,cpu:1]'
+
+test: $(VENV)/.dev
+	$(RUN) -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(RUN) -m pytest -n 2 -m slow
+
+lint: $(VENV)/.dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(VENV)/.dev
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+types: $(VENV)/.dev
+	$(RUN) -m mypy
+
+docs: $(VENV)/.docs
+	$(RUN) -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
+build: $(VENV)/.dev
+	$(RUN) -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) .ci/install_torch.py
+	@touch $@
+
+$(VENV)/.recipes $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,170 @@
+"""Buffers: their mean over replicas that had examples, at ``optimizer.step`` or on demand."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrategy as ts
+from torchstrategy.replicas.mirrored import bodies
+
+
+@pytest.fixture(params=[2, 3])
+def strategy(request):
+    return ts.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
+
+
+class Tracker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("flag", torch.zeros(1, dtype=torch.bool))
+        self.register_buffer("hidden", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if len(x):
+            self.mean.copy_(x.mean())
+            self.hidden = x.mean().reshape(1)
+            self.count += len(x)
+            self.flag |= x.max() > 1
+        else:
+            self.mean.fill_(float("nan"))
+        return self.weight * x.sum()
+
+
+def step_on(strategy, model, optimizer, x, batch_size):
+    data = strategy.experimental_distribute_dataset(x, batch_size=batch_size)
+
+    def step(inputs):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    for batch in data:
+        strategy.run(step, args=(batch,))
+
+
+def make(strategy, build=Tracker):
+    with strategy.scope():
+        model = build()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_mean_over_replicas_and_replica_0s_integers(strategy):
+    model, optimizer = make(strategy)
+    n = strategy.num_replicas_in_sync
+    step_on(strategy, model, optimizer, torch.arange(2.0 * n), 2 * n)
+    assert model.mean.item() == pytest.approx((2 * n - 1) / 2)
+    assert model.hidden.item() == pytest.approx((2 * n - 1) / 2)
+    for body in bodies(model):
+        assert body.count.item() == 2
+        assert body.flag.item() is False
+        torch.testing.assert_close(body.mean, model.mean, rtol=0, atol=0)
+
+
+def test_empty_shares_do_not_count(strategy):
+    model, optimizer = make(strategy)
+    step_on(strategy, model, optimizer, torch.tensor([4.0]), 1)
+    assert [body.mean.item() for body in bodies(model)] == [4.0] * strategy.num_replicas_in_sync
+
+
+def test_batch_norm_equals_mean_of_shares(strategy):
+    model, optimizer = make(strategy, lambda: nn.Sequential(nn.BatchNorm1d(2)))
+    n = strategy.num_replicas_in_sync
+    x = torch.randn(4 * n, 2)
+    step_on(strategy, model, optimizer, x, 4 * n)
+    shares = x.split(4)
+    torch.testing.assert_close(model[0].running_mean, 0.1 * torch.stack([s.mean(0) for s in shares]).mean(0))
+    torch.testing.assert_close(
+        model[0].running_var, 0.9 + 0.1 * torch.stack([s.var(0, unbiased=True) for s in shares]).mean(0)
+    )
+    assert model[0].num_batches_tracked.item() == 1
+    for body in bodies(model):
+        torch.testing.assert_close(dict(body.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_batch_norm_in_training_mode_outside_reaches_all(strategy):
+    model, _ = make(strategy, lambda: nn.Sequential(nn.BatchNorm1d(2)))
+    strategy.run(lambda: None)
+    model(torch.randn(8, 2) + 3)
+    strategy.run(lambda: None)
+    for body in bodies(model):
+        torch.testing.assert_close(dict(body.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    assert model[0].running_mean.sum() > 0.2
+
+
+def test_sync_buffers_without_a_step(strategy):
+    model, _ = make(strategy)
+    n = strategy.num_replicas_in_sync
+    strategy.run(lambda: model.mean.fill_(ts.get_replica_context().replica_id_in_sync_group))
+    assert bodies(model)[-1].mean.item() == n - 1
+    strategy.sync_buffers()
+    assert [body.mean.item() for body in bodies(model)] == pytest.approx([(n - 1) / 2] * n)
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        strategy.run(strategy.sync_buffers)
+
+
+def test_buffer_loaded_outside_reaches_all(strategy):
+    model, optimizer = make(strategy)
+    strategy.run(lambda: None)
+    state = model.state_dict()
+    state["mean"] = torch.full((1,), 9.0)
+    model.load_state_dict(state)
+    found = strategy.experimental_local_results(strategy.run(lambda: model.mean.item()))
+    assert set(found) == {9.0}
+    step_on(strategy, model, optimizer, torch.full((6,), 2.0), 6)
+    assert model.mean.item() == pytest.approx(2.0)
+
+
+def test_buffers_of_models_that_are_not_optimized_travel_too(strategy):
+    model, optimizer = make(strategy)
+    other, _ = make(strategy)
+
+    def step():
+        other.mean.fill_(ts.get_replica_context().replica_id_in_sync_group)
+        model(torch.ones(2)).backward()
+        optimizer.step()
+
+    strategy.run(step)
+    n = strategy.num_replicas_in_sync
+    assert [body.mean.item() for body in bodies(other)] == pytest.approx([(n - 1) / 2] * n)
+
+
+def test_complex_and_half_buffers(strategy):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("complex", torch.zeros(1, dtype=torch.complex64))
+            self.register_buffer("low", torch.zeros(1, dtype=torch.bfloat16))
+
+    with strategy.scope():
+        model = Odd()
+
+    def fn():
+        i = ts.get_replica_context().replica_id_in_sync_group
+        model.complex.fill_(1j * i)
+        model.low.fill_(i)
+
+    strategy.run(fn)
+    strategy.sync_buffers()
+    n = strategy.num_replicas_in_sync
+    for body in bodies(model):
+        assert body.complex.item().imag == pytest.approx((n - 1) / 2)
+        assert body.low.item() == pytest.approx((n - 1) / 2, rel=1e-2)
+
+
+def test_shapes_that_depend_on_the_share(strategy):
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("last", torch.zeros(0), persistent=False)
+
+        def forward(self, x):
+            self.last = x.detach().clone()
+            return self.weight * x.sum()
+
+    model, optimizer = make(strategy, Cache)
+    step_on(strategy, model, optimizer, torch.arange(7.0), 7)
+    assert [len(body.last) for body in bodies(model)] == ([4, 3] if strategy.num_replicas_in_sync == 2 else [3, 3, 1])

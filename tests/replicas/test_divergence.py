@@ -1,0 +1,264 @@
+"""Silent divergence between replicas is found, and the message names the tensor."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrategy as ts
+
+
+@pytest.fixture(params=[2, 3])
+def strategy(request):
+    return ts.MirroredStrategy([f"cpu:{i}" for i in range(request.param)], check_every=5)
+
+
+def replica_id():
+    return ts.get_replica_context().replica_id_in_sync_group
+
+
+def make(strategy):
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_backward_into_a_captured_list_of_parameters(strategy):
+    model, _ = make(strategy)
+    params = list(model.parameters())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"local replica 1 reached a parameter .*replica 0"):
+            strategy.run(lambda: nn.functional.linear(torch.ones(1, 2), *params).sum().backward())
+        model.zero_grad()
+
+
+def test_backward_guard_holds_with_concurrent_replicas():
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=True)
+    model, _ = make(strategy)
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match="local replica 1 reached a parameter"):
+        strategy.run(lambda: nn.functional.linear(torch.ones(1, 2), *params).sum().backward())
+
+
+def test_writing_to_a_captured_parameter(strategy):
+    model, _ = make(strategy)
+    weight = model[0].weight
+
+    def fn():
+        if replica_id() == 1:
+            with torch.no_grad():
+                weight.add_(1)
+
+    with pytest.raises(ts.errors.DivergenceError, match=r"replica 1 on cpu:1 changed the value of replica 0.*'weight'"):
+        strategy.run(fn)
+
+
+def test_writing_to_a_captured_gradient(strategy):
+    model, _ = make(strategy)
+    weight = model[0].weight
+
+    def fn():
+        if replica_id() == 1:
+            weight.grad = torch.ones(1, 2)
+
+    with pytest.raises(ts.errors.DivergenceError, match=r"changed the gradient of replica 0.*'weight'"):
+        strategy.run(fn)
+
+
+@pytest.mark.parametrize("run", [1, 2, 5, 10])
+def test_parameters_that_drift_apart_are_found(strategy, run):
+    model, _ = make(strategy)
+
+    def fn(drift):
+        if drift:
+            with torch.no_grad():
+                model[0].bias.add_(0.5 * replica_id())
+
+    for _ in range(run - 1):
+        strategy.run(fn, args=(False,))
+    with pytest.raises(ts.errors.DivergenceError, match=r"parameter 'bias' .*differs between replica 0 on cpu:0 and"):
+        strategy.run(fn, args=(True,))
+
+
+def test_drift_is_found_later_at_the_next_check(strategy):
+    model, _ = make(strategy)
+
+    def fn(drift):
+        if drift:
+            model[0].bias.data += 0.5 * replica_id()
+
+    strategy.run(fn, args=(False,))
+    strategy.run(fn, args=(False,))
+    strategy.run(fn, args=(True,))
+    strategy.run(fn, args=(False,))
+    with pytest.raises(ts.errors.DivergenceError, match="'bias'"):
+        strategy.run(fn, args=(False,))
+
+
+def test_rounding_is_no_divergence(strategy):
+    model, _ = make(strategy)
+
+    def fn():
+        with torch.no_grad():
+            model[0].weight.mul_(1 + 1e-7 * replica_id())
+
+    strategy.run(fn)
+
+
+def test_right_programs_pass(strategy):
+    model, optimizer = make(strategy)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.full((1, 2), 1.0 + replica_id())).sum().backward()
+        optimizer.step()
+
+    for _ in range(12):
+        strategy.run(step)
+
+
+def test_check_every_is_checked():
+    with pytest.raises(ValueError, match="check_every"):
+        ts.MirroredStrategy(["cpu:0"], check_every=0)
+
+
+def test_accumulating_into_a_sum_is_refused(strategy):
+    model, optimizer = make(strategy)
+
+    def fn():
+        model(torch.ones(1, 2)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="already the sum over replicas"):
+        strategy.run(fn)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("end", ["zero_grad", "step", "model.zero_grad", "none"])
+def test_marks_end(strategy, end):
+    model, optimizer = make(strategy)
+
+    def fn():
+        model(torch.ones(1, 2)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        if end == "zero_grad":
+            optimizer.zero_grad(set_to_none=False)
+        elif end == "model.zero_grad":
+            model.zero_grad()
+        elif end == "none":
+            for p in model.parameters():
+                p.grad = None
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        return model[0].bias.grad.item()
+
+    assert set(strategy.experimental_local_results(strategy.run(fn))) == {1.0}
+
+
+def test_two_steps_on_one_backward_sum_once():
+    def train(devices):
+        strategy = ts.MirroredStrategy(devices)
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01)]
+
+        def step():
+            optimizers[0].zero_grad()
+            ts.nn.compute_average_loss(model(torch.ones(1, 2)).sum(1)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[0].step()
+
+        for _ in range(2):
+            strategy.run(step)
+        return model.weight.detach()
+
+    torch.testing.assert_close(train(["cpu:0", "cpu:1", "cpu:2"]), train(["cpu:0"]))
+
+
+def test_backward_into_an_applied_sum_is_refused_at_the_next_step(strategy):
+    model, optimizer = make(strategy)
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    with pytest.raises(RuntimeError, match=r"optimizer.zero_grad\(\)` between a step and the next backward"):
+        strategy.run(step)
+    optimizer.zero_grad()
+    strategy.run(step)
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "module", "tensor", "outside"])
+def test_gradients_zeroed_in_place_after_a_step(strategy, clear):
+    model, optimizer = make(strategy)
+    n = strategy.num_replicas_in_sync
+
+    def step():
+        if clear == "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        elif clear == "module":
+            model.zero_grad(set_to_none=False)
+        elif clear == "tensor":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model[0].bias.grad.item()
+
+    for _ in range(3):
+        assert set(strategy.experimental_local_results(strategy.run(step))) == {float(n)}
+        if clear == "outside":
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_written_by_hand_after_a_step(strategy):
+    model, optimizer = make(strategy)
+    n = strategy.num_replicas_in_sync
+
+    def step():
+        grads = torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            if p.grad is None:
+                p.grad = grad
+            else:
+                p.grad.copy_(grad)
+        optimizer.step()
+        return model[0].bias.grad.item()
+
+    for _ in range(3):
+        assert set(strategy.experimental_local_results(strategy.run(step))) == {float(n)}
+
+
+def test_two_networks_that_pollute_each_others_gradients():
+    """A GAN's generator loss also reaches the discriminator, whose gradients are cleared before they are used."""
+
+    def train(devices):
+        strategy = ts.MirroredStrategy(devices)
+        torch.manual_seed(0)
+        with strategy.scope():
+            generator, discriminator = nn.Linear(2, 2).double(), nn.Linear(2, 1).double()
+            optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, discriminator)]
+        data = strategy.experimental_distribute_dataset(torch.randn(12, 2, dtype=torch.float64), batch_size=4)
+
+        def mean(values):
+            return ts.nn.compute_average_loss(values.square().sum(1), global_batch_size="actual")
+
+        def step(x):
+            optimizers[0].zero_grad()
+            mean(discriminator(generator(x)) - 1).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (mean(discriminator(generator(x).detach())) + mean(discriminator(x) - 1)).backward()
+            optimizers[1].step()
+
+        for batch in data:
+            strategy.run(step, args=(batch,))
+        return [p.detach() for net in (generator, discriminator) for p in net.parameters()]
+
+    torch.testing.assert_close(train(["cpu:0", "cpu:1", "cpu:2"]), train(["cpu:0"]))

@@ -1,0 +1,139 @@
+"""What a scope records, and that nothing of it is left when the scope closes."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import torchstrategy as ts
+from torchstrategy.replicas.mirrored import bodies, mirror_of
+from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
+
+
+@pytest.fixture
+def strategy():
+    return ts.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def constructors():
+    subclasses = [cls for cls in vars(lr_scheduler).values() if isinstance(cls, type)]
+    return {cls: cls.__init__ for cls in (*recorded_classes(), *subclasses)}
+
+
+def test_constructors_are_patched_only_while_a_scope_is_open(strategy):
+    before = constructors()
+    with strategy.scope():
+        assert nn.Module.__init__ is not before[nn.Module]
+        with strategy.scope():
+            pass
+        assert nn.Module.__init__ is not before[nn.Module]
+    assert constructors() == before
+    with pytest.raises(ValueError, match="stop"), strategy.scope():
+        raise ValueError("stop")
+    assert constructors() == before
+
+
+def test_recording_counts_its_openings():
+    before = nn.Module.__init__
+    start_recording()
+    start_recording()
+    stop_recording()
+    assert nn.Module.__init__ is not before
+    stop_recording()
+    assert nn.Module.__init__ is before
+
+
+def test_owner(strategy):
+    outside = nn.Linear(1, 1)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+    for obj in (model, model[0], optimizer, scaler, scheduler):
+        assert owner(obj) is strategy
+    assert owner(outside) is None
+    strategy.run(lambda: None)
+    for obj in (model, model[0], optimizer, scaler, scheduler):
+        assert owner(obj) is strategy
+        assert [owner(body) for body in bodies(obj)] == [strategy] * 2
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda o: lr_scheduler.ReduceLROnPlateau(o),
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [1]),
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o),
+    ],
+)
+def test_schedulers_that_skip_their_base_class_constructor(strategy, build):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        scheduler = build(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert owner(scheduler) is strategy
+
+
+def test_objects_made_by_replica_functions_are_their_own(strategy):
+    made = []
+
+    def fn():
+        model = nn.Linear(1, 1)
+        model(torch.ones(1, 1)).sum().backward()
+        made.append(model)
+
+    with strategy.scope():
+        strategy.run(fn)
+    strategy.run(fn)
+    assert all(mirror_of(model) is None and owner(model) is None for model in made)
+    assert len(made) == 4
+
+
+def test_objects_that_die_before_the_first_run(strategy):
+    with strategy.scope():
+        nn.Linear(1, 1)
+        kept = nn.Linear(1, 1)
+    gc.collect()
+    assert list(strategy.record) == [kept]
+    strategy.run(lambda: None)
+
+
+def test_module_made_outside_but_reachable(strategy):
+    inner = nn.Linear(1, 1)
+    with strategy.scope():
+        model = nn.Sequential(inner)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    before = inner.bias.item()
+    strategy.run(step)
+    assert mirror_of(inner) is not None
+    assert inner.bias.item() == pytest.approx(before - 0.2, rel=1e-4)
+
+
+def test_two_strategies_keep_apart():
+    first, second = (ts.MirroredStrategy(["cpu:0", "cpu:1"]) for _ in range(2))
+    with first.scope():
+        a = nn.Linear(1, 1)
+    with second.scope():
+        b = nn.Linear(1, 1)
+    first.run(lambda: None)
+    second.run(lambda: None)
+    assert (owner(a), owner(b)) == (first, second)
+    # Inside another strategy's run a facade acts as from outside.
+    assert first.experimental_local_results(first.run(lambda: id(b.weight)))[0] == id(b.weight)
+
+
+def test_replicate_twice_records_once(strategy):
+    class Thing:
+        pass
+
+    thing = strategy.replicate(Thing())
+    assert strategy.replicate(thing) is thing
+    assert len(list(strategy.record)) == 1
+    assert owner(thing) is strategy

@@ -1,0 +1,174 @@
+"""Deep copies of what a scope recorded, made together so that all references between them stay inside one copy."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim import Optimizer
+
+from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
+from torchstrategy.replicas.snapshots import is_plain
+
+__all__ = [
+    "Memo",
+    "bind_step",
+    "check_can_be_copied",
+    "copy_tensor",
+    "copy_together",
+    "deep_copy",
+    "keep_user_data",
+    "own_tensors",
+    "with_submodules",
+]
+
+#: ``copy.deepcopy``'s memo: id of an object -> its copy.
+Memo = dict[int, Any]
+
+
+def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
+    """Refuse what can't have one copy for each replica.
+
+    Args:
+        obj: an object that a scope recorded.
+        swap: whether it must be able to become a facade, too.
+
+    Raises:
+        TypeError: the object is such a thing.
+    """
+    name = type(obj).__name__
+    if isinstance(obj, torch.jit.ScriptModule):
+        raise TypeError(f"{name} is a TorchScript module, which can't be hosted for several replicas. Use the module.")
+    if isinstance(obj, nn.parallel.DistributedDataParallel) or name == "FullyShardedDataParallel":
+        raise TypeError(
+            f"{name} synchronises by itself. Make the plain module in the scope: the strategy sums the gradients."
+        )
+    if isinstance(obj, nn.Module):
+        for key, value in [*obj._parameters.items(), *obj._buffers.items()]:
+            if value is not None and torch.nn.parameter.is_lazy(value):
+                raise TypeError(
+                    f"{name}.{key} is not initialised yet. Call the model on one batch, inside `strategy.scope()` and "
+                    "before the first `run`, so that lazy modules get their shapes."
+                )
+    if swap:
+        try:
+            check_can_swap(obj)
+        except TypeError as error:
+            raise TypeError(
+                f"A {name} can't be hosted for several replicas: {error}. Use an object of a plain Python class that "
+                "keeps its data in attributes."
+            ) from error
+
+
+def with_submodules(objects: Sequence[Any]) -> list[Any]:
+    """Return the objects and all submodules of modules, once each, without facades."""
+    found: dict[int, Any] = {}
+    for obj in objects:
+        for member in obj.modules() if isinstance(obj, nn.Module) else (obj,):
+            if mirror_of(member) is None:
+                found.setdefault(id(member), member)
+    return list(found.values())
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return a module's parameters, its buffers and the tensors among its attributes, without submodules'."""
+    recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
+                  for hook in module._forward_pre_hooks.values()
+                  if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod))}  # fmt: skip
+    attributes = [v for k, v in module.__dict__.items() if isinstance(v, Tensor) and (v.is_leaf or k in recomputed)]
+    return [t for t in (*module._parameters.values(), *module._buffers.values(), *attributes) if t is not None]
+
+
+def copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a replica's copy of a tensor, without its gradient; hooks of a parameter serve all its copies."""
+    result = copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
+    result.grad = None  # gradients from before the first run count once
+    if result.device != device:
+        result.data = result.data.to(device)
+    if isinstance(tensor, nn.Parameter):
+        result.__dict__.update(tensor.__dict__)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, name)
+            if hooks is None:
+                hooks = OrderedDict()
+                setattr(tensor, name, hooks)
+            setattr(result, name, hooks)
+    return result
+
+
+def copy_together(objects: Sequence[Any], memo: Memo, *, is_first: bool) -> None:
+    """Copy objects; ``memo`` receives the copies.
+
+    Args:
+        objects: modules with their submodules, and other objects.
+        memo: what the copies share with others, such as tensors.
+        is_first: whether these are replica 0's, which keep the user's own data.
+    """
+    others = [obj for obj in objects if not isinstance(obj, nn.Module)]
+    shells = {}
+    for obj in others:  # before the modules, which may refer to them
+        shells[id(obj)] = memo[id(obj)] = object.__new__(type(obj))
+    for obj in objects:
+        if isinstance(obj, nn.Module) and id(obj) not in memo:
+            memo[id(obj)] = deep_copy(obj, obj, memo)
+    for obj in others:
+        shell = shells[id(obj)]
+        if is_first:
+            shell.__dict__ = obj.__dict__
+        else:
+            # By __dict__: Optimizer.__getstate__ drops hooks, GradScaler's refuses in the middle of a step.
+            state = {key: value for key, value in obj.__dict__.items() if key != "step"}
+            shell.__dict__ = deep_copy(obj, state, memo)
+
+
+def keep_user_data(obj: Any, copied: Any) -> None:
+    """Give replica 0 the user's own containers, so that names for them that the user has stay good."""
+    for name, value in obj.__dict__.items():
+        is_hooks = "hook" in name and isinstance(value, dict)
+        if name in ("_parameters", "_buffers") or is_hooks or is_plain(value) or isinstance(value, torch.Generator):
+            copied.__dict__[name] = value
+
+
+def bind_step(obj: Any, copied: Any) -> None:
+    """Give an optimizer's copy the ``step`` that learning-rate schedulers wrap, bound to the copy."""
+    if not isinstance(obj, Optimizer) or "step" not in obj.__dict__:
+        return
+    reference = weakref.ref(copied)
+    plain = type(copied).step
+
+    @functools.wraps(plain)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = reference()
+        if optimizer is None:
+            raise RuntimeError("The optimizer of this step no longer exists.")
+        optimizer._opt_called = True
+        return types.MethodType(plain, optimizer)(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    copied.__dict__["step"] = step
+
+
+def deep_copy(obj: Any, value: Any, memo: Memo) -> Any:
+    """Return a copy of ``value``; ``obj`` is what the error speaks of.
+
+    Raises:
+        TypeError: there can be none.
+    """
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise TypeError(
+            f"A {type(obj).__name__} can't be copied for each replica: {error}\n"
+            "Keep what can't be copied (open files, locks, results of a forward pass) out of the objects made in "
+            "`strategy.scope()`, or run one process for each replica with torchrun."
+        ) from error
