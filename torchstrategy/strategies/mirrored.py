@@ -83,7 +83,8 @@ def _devices_of_rank(
     if environment.local_world_size != environment.world_size:
         raise RuntimeError(
             f"MirroredStrategy is for one host, but torchrun started {environment.world_size} processes, "
-            f"{environment.local_world_size} of them here. ts.MultiWorkerMirroredStrategy() is for several hosts."
+            f"{environment.local_world_size} of them here. Several hosts need MultiWorkerMirroredStrategy, which this "
+            "version does not have yet."
         )
     if devices is not None:
         return local_devices(devices)
