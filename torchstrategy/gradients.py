@@ -9,6 +9,8 @@ there, dense or sparse, and which buffers changed.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.packing import pack, plan_buckets, unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.devices import Placement, tensor_device
+from torchstrategy.errors import DivergenceError
 from torchstrategy.log import info_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
@@ -37,6 +40,8 @@ __all__ = [
     "unmark",
 ]
 
+#: How far the sums of equal parameters may be apart, in parts of the sum of absolute values.
+_RELATIVE_TOLERANCE = 1e-5
 _MARK = "_ts_summed"
 _UNUSED_SUM = "_ts_unused_sum"
 
@@ -82,6 +87,8 @@ class GradientSummer:
         workers: the processes; ``None`` if there is only this one.
         options: bucket size.
         buffers: the buffers that travel along.
+        check_every: number of sums between two comparisons of the processes' parameters; the first two sums of an
+            optimizer always compare.
     """
 
     def __init__(
@@ -91,13 +98,16 @@ class GradientSummer:
         workers: WorkerGroup | None,
         options: CommunicationOptions,
         buffers: BufferSync,
+        check_every: int,
     ) -> None:
         self._placement = placement
         self._ops = ops
         self._workers = workers
         self._options = options
         self._buffers = buffers
+        self._check_every = check_every
         self._plans: dict[tuple[Any, ...], str] = {}
+        self._num_sums: Counter[str] = Counter()
 
     def __call__(self, parts: Sequence[GradientSum]) -> list[None]:
         """Sum the gradients of corresponding parameters in place of each replica's own.
@@ -105,6 +115,7 @@ class GradientSummer:
         Raises:
             RuntimeError: the replicas' optimizers differ, or some replicas have summed a gradient and others not.
             InvalidArgumentError: the processes' optimizers differ.
+            DivergenceError: the processes' parameters differ.
         """
         columns = list(zip(*(part.parameters for part in parts), strict=False))
         if any(len(part.parameters) != len(columns) for part in parts):
@@ -184,7 +195,27 @@ class GradientSummer:
         if any(row.plan != record.plan for row in records):
             layout = [[list(column[0].shape), str(column[0].dtype)] for column in columns]
             self._workers.agree(operation, layout, "parameters (shapes and dtypes)")
+        if columns:
+            self._num_sums[record.plan] += 1
+            count = self._num_sums[record.plan]
+            if count <= 2 or count % self._check_every == 0:
+                self._compare_parameters([column[0] for column in columns], self._workers)
         return records
+
+    def _compare_parameters(self, parameters: Sequence[Tensor], workers: WorkerGroup) -> None:
+        """Raise unless the parameters have equal sums on all ranks (replicas of one process are compared elsewhere)."""
+        with torch.no_grad():
+            sums = torch.stack([_checksum(parameter) for parameter in parameters]).tolist()
+        rows = workers.exchange("the comparison of parameters between ranks", sums)
+        for k, parameter in enumerate(parameters):
+            totals, sizes = zip(*(row[k] for row in rows), strict=True)
+            largest = max(abs(size) for size in sizes)
+            if max(totals) - min(totals) > _RELATIVE_TOLERANCE * largest or _only_some_nan(totals):
+                raise DivergenceError(
+                    f"Parameter {k} of an optimizer (shape {tuple(parameter.shape)}) differs between the ranks before "
+                    f"its gradients are summed; the sums of its elements are {list(totals)}. Every rank must change "
+                    "parameters in the same way: load weights on all ranks, not on the chief only."
+                )
 
     def _sum_dense(self, columns: Sequence[Sequence[Tensor]]) -> None:
         if not columns:
@@ -346,6 +377,17 @@ def _check_not_mixed(k: int, parameter: Tensor) -> None:
             "`optimizer.step()` applied, which is a sum over replicas, so the new one can't be told apart. Call "
             "`optimizer.zero_grad()` between a step and the next backward."
         )
+
+
+def _checksum(parameter: Tensor) -> Tensor:
+    """Return the sum of a tensor's elements and of their absolute values, ``[2]`` in float64 on the CPU."""
+    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    wide = values.double()
+    return torch.stack([wide.sum(), wide.abs().sum()]).cpu()
+
+
+def _only_some_nan(values: Sequence[float]) -> bool:
+    return len({math.isnan(value) for value in values}) > 1
 
 
 def _dense_gradient(parameter: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 "function that you give to `strategy.run`."
             )
         return None
-    context.check_optimizer(plain)
+    context._check_optimizer(plain)
     context.step_depth += 1
     context.sum_gradients(plain)
     return _with_summed_closure(context, plain, args, kwargs)

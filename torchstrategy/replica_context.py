@@ -211,7 +211,7 @@ class ReplicaContext:
         plain = resolve(optimizer)
         if self.num_replicas_in_sync == 1:
             return
-        self.check_optimizer(plain)
+        self._check_optimizer(plain)
         shares = self.batch_shares
         had_examples = shares is None or shares.shares[self._replica_id] > 0
         payload = GradientSum(optimizer_parameters(plain), had_examples)
@@ -283,7 +283,7 @@ class ReplicaContext:
             f"which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
         )
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose gradients this replica can't sum.
 
         Args:
@@ -293,9 +293,9 @@ class ReplicaContext:
             RuntimeError: its parameters were not made in the strategy's scope.
         """
         parameters = optimizer_parameters(optimizer)
-        if not all(id(parameter) in self._strategy.owned_parameters(self.local_id) for parameter in parameters):
-            self._strategy.refresh_owned()
-        owned = self._strategy.owned_parameters(self.local_id)
+        if not all(id(parameter) in self._strategy._owned_parameters(self.local_id) for parameter in parameters):
+            self._strategy._refresh_owned()
+        owned = self._strategy._owned_parameters(self.local_id)
         for parameter in parameters:
             if id(parameter) not in owned:
                 made_by = owner(optimizer)
@@ -325,7 +325,7 @@ class ReplicaContext:
             with torch.no_grad():
                 _check_counts(payloads, operation)
                 columns = [list(column) for column in zip(*payloads, strict=True)]
-                rows = strategy.all_reduce_columns(op, columns, operation)
+                rows = strategy._all_reduce_columns(op, columns, operation)
             return [[row[i] for row in rows] for i in range(len(payloads))]
 
         return self._meet(MergeRequest(operation, merge, [tensor.detach() for tensor in tensors]))  # type: ignore[no-any-return]
@@ -371,7 +371,7 @@ class ReplicaContext:
     def _check_active(self, operation: str) -> None:
         frame = current_frame()
         # In the backward pass on an accelerator, autograd's thread has no context of its own.
-        active = self._strategy.is_running(self) if frame is None else frame.replica_context is self
+        active = self._strategy._is_running(self) if frame is None else frame.replica_context is self
         if not active:
             raise RuntimeError(
                 f"{operation} was called through the context of replica {self._replica_id} of "

@@ -34,7 +34,7 @@ class Scope:
             raise RuntimeError(
                 "This scope was entered before. Call `strategy.scope()` anew: `with strategy.scope(): ...`."
             )
-        self._strategy.check_can_enter()
+        self._strategy._check_can_enter()
         self._used = True
         stack = ExitStack()
         stack.enter_context(on_device(self._device))

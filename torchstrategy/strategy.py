@@ -102,7 +102,12 @@ class Strategy:
             self.hosting = DirectHosting(self, placement, workers, self.record, prepare)
         self._buffers = BufferSync(self.hosting.slots)
         self.gradient_summer = GradientSummer(
-            placement, self.cross_device_ops, workers, communication_options or CommunicationOptions(), self._buffers
+            placement,
+            self.cross_device_ops,
+            workers,
+            communication_options or CommunicationOptions(),
+            self._buffers,
+            check_every,
         )
         self._owned: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in placement.devices]
         self._running: tuple[ReplicaContext, ...] = ()
@@ -287,7 +292,7 @@ class Strategy:
             >>> ts.MirroredStrategy(["cpu:0"]).experimental_local_results(3)
             (3,)
         """
-        if owner(value) is self and not self.in_replica_context():
+        if owner(value) is self and not self._in_replica_context():
             self._take_up_new()
         if mirror_of(value) is not None:
             return bodies(value)
@@ -437,7 +442,7 @@ class Strategy:
         if self.num_replicas_in_sync > 1:
             self.gradient_summer.sync_buffers()
 
-    def check_can_enter(self) -> None:
+    def _check_can_enter(self) -> None:
         """Raise unless a scope of this strategy may open here."""
         frame = current_frame()
         if frame is None:
@@ -447,20 +452,20 @@ class Strategy:
         if frame.strategy is not self:
             _mixing(frame.strategy, self)
 
-    def in_replica_context(self) -> bool:
+    def _in_replica_context(self) -> bool:
         """Say whether one of this strategy's replica functions is running on this thread."""
         context = current_replica_context()
         return context is not None and context.strategy is self
 
-    def is_running(self, context: ReplicaContext) -> bool:
+    def _is_running(self, context: ReplicaContext) -> bool:
         """Say whether the replica function of a context is in progress."""
         return any(context is running for running in self._running)
 
-    def owned_parameters(self, local_id: int) -> Mapping[int, Any]:
+    def _owned_parameters(self, local_id: int) -> Mapping[int, Any]:
         """Return the ids of the parameters of one replica's recorded modules."""
         return self._owned[local_id]
 
-    def all_reduce_columns(
+    def _all_reduce_columns(
         self, op: ReduceOp, columns: Sequence[Sequence[Tensor]], operation: str
     ) -> list[list[Tensor]]:
         """Combine several values, given as one tensor for each local replica."""
@@ -495,10 +500,10 @@ class Strategy:
         if not self.record.has_new:
             return
         self.hosting.adopt_new()
-        self.refresh_owned()
+        self._refresh_owned()
         self._buffers.note_new()
 
-    def refresh_owned(self) -> None:
+    def _refresh_owned(self) -> None:
         """Look again at which parameters the recorded modules have."""
         running = getattr(self.hosting, "running", lambda: None)
         for local_id, owned in enumerate(self._owned):

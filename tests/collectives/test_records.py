@@ -12,12 +12,11 @@ from torchstrategy.collectives.records import RecordMesh
 
 def make_meshes(size, before=lambda store: None):
     store = HashStore()
-    with ThreadPoolExecutor(size + 1) as threads:
-        intruder = threads.submit(before, store)
-        futures = [threads.submit(RecordMesh, store, "127.0.0.1", rank, size, 20.0) for rank in range(size)]
-        meshes = [future.result() for future in futures]
-        intruder.result()
-    return meshes
+    with ThreadPoolExecutor(size) as threads:
+        first = threads.submit(RecordMesh, store, "127.0.0.1", 0, size, 20.0)
+        before(store)  # rank 0 is listening and waits for the others
+        others = [threads.submit(RecordMesh, store, "127.0.0.1", rank, size, 20.0) for rank in range(1, size)]
+        return [future.result() for future in (first, *others)]
 
 
 def close(meshes):
@@ -69,7 +68,7 @@ def test_strangers_are_turned_away():
         host, port = store.get("address/0").decode().split()
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
             stranger.sendall(b"0" * 32 + (1).to_bytes(8, "little"))
-            return stranger.recv(1)
+            assert stranger.recv(1) == b""
 
     meshes = make_meshes(2, intrude)
     assert exchange(meshes, [b"a", b"b"]) == [[b"a", b"b"]] * 2

@@ -193,6 +193,23 @@ def foreign_model() -> None:
     strategy.run(fn)
 
 
+def loads_on_the_chief_only() -> None:
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fn() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    strategy.run(fn)
+    if strategy.is_chief:
+        model.load_state_dict({"weight": torch.full((1, 1), 9.0), "bias": torch.zeros(1)})
+    strategy.run(fn)
+
+
 def different_models() -> None:
     strategy = ts.MirroredStrategy()
     with strategy.scope():

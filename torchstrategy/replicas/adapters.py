@@ -91,7 +91,7 @@ class OutsideCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the plain method in replica context or from an outside method, else the outside method."""
-        if _active.value or self._strategy.in_replica_context():
+        if _active.value or self._strategy._in_replica_context():
             return self._plain(*args, **kwargs)
         _active.value = True
         try:

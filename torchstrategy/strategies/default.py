@@ -106,12 +106,12 @@ class DefaultStrategy(Strategy):
         return self._inputs_of(0, values)
 
     @override
-    def check_can_enter(self) -> None:
+    def _check_can_enter(self) -> None:
         frame = current_frame()
         if frame is None or frame.strategy is self:  # it changes nothing, so it may open in its own `run`
             return
         if frame.replica_context is not None:
-            super().check_can_enter()
+            super()._check_can_enter()
         raise RuntimeError(
             "Must not nest Strategy scopes: the default strategy's scope can't open inside another strategy's."
         )
