@@ -448,10 +448,20 @@ class NoTurns:
         pass
 
 
-def test_runner_closes():
-    runner = Runner(2, NoTurns(), concurrent=False)
-    assert runner.run([lambda: 1, lambda: 2], str) == [1, 2]
+def make_runner(*, concurrent=False):
+    return Runner(2, NoTurns(), lambda fn, payloads: fn(payloads), concurrent=concurrent)
+
+
+def summed(runner, i):
+    return runner.merge(i, MergeRequest("sum", lambda payloads: [sum(payloads)] * 2, i + 1))
+
+
+@pytest.mark.parametrize(("concurrent", "num_threads"), [(False, 1), (True, 2)])
+def test_runner_closes(concurrent, num_threads):
+    runner = make_runner(concurrent=concurrent)
+    assert runner.run([lambda: summed(runner, 0), lambda: summed(runner, 1)], str) == [3, 3]
     threads = list(runner._threads)
+    assert len(threads) == num_threads
     runner.close()
     for thread in threads:
         thread.join(5)
@@ -460,11 +470,31 @@ def test_runner_closes():
     runner.close()
 
 
-def test_runner_merges_payloads():
-    runner = Runner(2, NoTurns(), concurrent=False)
+def test_replicas_that_never_meet_share_the_callers_thread():
+    runner = make_runner()
+    here = threading.get_ident()
+    assert runner.run([threading.get_ident, threading.get_ident], str) == [here, here]
+    assert not runner._threads
+    first, second = runner.run(
+        [lambda: (summed(runner, 0), threading.get_ident()), lambda: (summed(runner, 1), threading.get_ident())], str
+    )
+    assert first == (3, here)
+    assert second[1] != here
+    runner.close()
 
-    def task(i):
-        return runner.merge(i, MergeRequest("sum", lambda payloads: [sum(payloads)] * 2, i + 1))
 
-    assert runner.run([lambda: task(0), lambda: task(1)], str) == [3, 3]
+def test_a_late_merge_point_is_a_mismatch_and_unwinds():
+    runner = make_runner()
+    unwound = []
+
+    def late():
+        try:
+            return summed(runner, 1)
+        finally:
+            unwound.append(True)
+
+    with pytest.raises(RuntimeError, match=r"(?s)0: returned.*1: waits in sum"):
+        runner.run([lambda: 1, late], str)
+    assert unwound == [True]
+    assert runner.run([lambda: summed(runner, 0), lambda: summed(runner, 1)], str) == [3, 3]
     runner.close()

@@ -244,7 +244,7 @@ class ThreadedHosting(Hosting):
         outermost = self._depth == 0
         if len(self._runners) == self._depth:
             turns = _Turns(self._streams, self._check)
-            self._runners.append(Runner(len(tasks), turns, concurrent=self._concurrent))
+            self._runners.append(Runner(len(tasks), turns, self._call_merge, concurrent=self._concurrent))
         runner = self._runners[self._depth]
         self._set.before_run()
         if outermost:
@@ -265,6 +265,14 @@ class ThreadedHosting(Hosting):
                     self._streams.end()
                 self._check.forget()
         return results
+
+    def _call_merge(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
+        frame = Frame(self._strategy, None)
+        push_frame(frame)
+        try:
+            return fn(payloads)
+        finally:
+            pop_frame(frame)
 
     def _call_from_outside(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
         """Call the user's merge function, whose changes to replica 0 are for all replicas."""

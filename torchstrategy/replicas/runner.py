@@ -1,8 +1,8 @@
-"""One persistent thread for each replica of this process, taking turns between merge points.
+"""The replicas of this process, taking turns between merge points.
 
-The caller's thread is the conductor: it resumes a replica, waits until the replica finishes, fails or reaches a merge
-point, and goes on to the next one. When all replicas wait at a merge point, the conductor runs the merge function. With
-``concurrent`` it resumes all replicas at once instead.
+Replica 0 runs on the caller's thread. When it reaches a merge point, the others run up to theirs, each on a persistent
+thread of its own, and the merge function is called; waking a thread on another core costs some 40 µs, so replicas that
+never meet all run on the caller's thread. With ``concurrent`` every replica has a thread and they run at once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Aborted(BaseException):
 class _ReplicaThread(threading.Thread):
     def __init__(self, local_id: int) -> None:
         super().__init__(name=f"torchstrategy-replica-{local_id}", daemon=True)
+        self.local_id = local_id
         self.task: Callable[[], Any] | None = None
         self.result: Any = None
         self.error: BaseException | None = None
@@ -110,21 +111,34 @@ class Runner:
 
     Args:
         num_replicas: replicas of this process.
+        turns: told of each turn's start and end.
+        call_merge: calls a merge function on the list of payloads, in cross-replica context.
         concurrent: run the replicas at the same time instead of in turns.
-        turns: told on the caller's thread of each turn's start and end.
     """
 
-    def __init__(self, num_replicas: int, turns: Turns, *, concurrent: bool) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        turns: Turns,
+        call_merge: Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]],
+        *,
+        concurrent: bool,
+    ) -> None:
         self._num_replicas = num_replicas
         self._concurrent = concurrent
         self._turns = turns
+        self._call_merge = call_merge
+        self._tasks: Sequence[Callable[[], Any]] = ()
+        self._name: Callable[[int], str] = str
+        self._others: Sequence[_ReplicaThread] = ()  # those that a merge point of this run has started
+        self._failure: BaseException | None = None
         self._threads: list[_ReplicaThread] = []
         weakref.finalize(self, _end, self._threads).atexit = False
         #: The replica whose turn it is; autograd threads of accelerators have no context of their own.
         self.current: int | None = None
 
     def run(self, tasks: Sequence[Callable[[], Any]], name: Callable[[int], str]) -> list[Any]:
-        """Call each task on its replica's thread and return the results.
+        """Call each task as its replica and return the results.
 
         Args:
             tasks: one call for each replica.
@@ -136,91 +150,148 @@ class Runner:
         Raises:
             RuntimeError: the replicas reached different numbers or kinds of merge points.
         """
-        threads = self._ready_threads()
-        for thread, task in zip(threads, tasks, strict=True):
-            context = contextvars.copy_context()
-            thread.task = functools.partial(context.run, task)
-            thread.done, thread.aborted = False, False
-            thread.result = thread.error = thread.request = None
+        self._tasks, self._name, self._others, self._failure = tasks, name, (), None
         try:
-            while True:
-                self._round(threads)
-                self._raise_first_error(threads, name)
-                if all(thread.done for thread in threads):
-                    break
-                self._merge(threads, name)
+            return self._run_at_once() if self._concurrent else self._run_in_turns()
         except BaseException:
-            self._abort(threads)
+            self._abort(self._others)
             raise
-        results = [thread.result for thread in threads]
-        for thread in threads:
-            thread.result = None
-        return results
+        finally:
+            self._tasks, self._others, self._failure = (), (), None
 
     def merge(self, local_id: int, request: MergeRequest) -> Any:
         """Meet the other replicas; called in a replica function."""
         thread = threading.current_thread()
         if isinstance(thread, _ReplicaThread):  # of this runner, or left over from a run that was interrupted
             return thread.merge(request)
-        return self._threads[local_id].merge(request)  # autograd's thread of an accelerator
+        # The caller's thread, or autograd's thread of an accelerator.
+        waiting = [thread for thread in self._others if thread.local_id == local_id]
+        return waiting[0].merge(request) if waiting else self._merge_here(local_id, request)
 
     def close(self) -> None:
         """End the threads."""
         _end(self._threads)
 
-    def _ready_threads(self) -> list[_ReplicaThread]:
+    def _run_in_turns(self) -> list[Any]:
+        results = [self._turn_here(0)]
+        if not self._others:
+            return results + [self._turn_here(i) for i in range(1, self._num_replicas)]
+        self._round(self._others)
+        self._raise_first_error(self._others)
+        waiting = [None if thread.done else thread.request for thread in self._others]
+        if any(waiting):
+            raise self._mismatch([None, *waiting])
+        return results + _take_results(self._others)
+
+    def _run_at_once(self) -> list[Any]:
+        threads = self._others = self._start(range(self._num_replicas))
+        while True:
+            self._round(threads)
+            self._raise_first_error(threads)
+            if all(thread.done for thread in threads):
+                return _take_results(threads)
+            merged = self._merged([None if thread.done else thread.request for thread in threads])
+            for thread, value in zip(threads, merged, strict=True):
+                thread.merged = value
+
+    def _turn_here(self, local_id: int) -> Any:
+        """Run a replica on this thread to its end."""
+        failed = True
+        self._turns.starts(local_id)
+        self.current = local_id
+        try:
+            result = contextvars.copy_context().run(self._tasks[local_id])
+            failed = False
+            return result
+        except _Aborted:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        except BaseException as error:
+            _note(error, self._name(local_id))
+            raise
+        finally:
+            self.current = None
+            self._turns.ends(local_id, failed=failed)
+
+    def _merge_here(self, local_id: int, request: MergeRequest) -> Any:
+        """Let the others run up to their merge points, and merge; an error unwinds this replica first."""
+        if self._failure is not None:  # a `finally` of the user's, in a run that has failed
+            raise _Aborted
+        self.current = None
+        try:
+            self._turns.ends(local_id, failed=False)
+            if local_id > 0:  # the replicas before it have returned on this thread
+                raise self._mismatch([None] * local_id + [request])
+            if not self._others:
+                self._others = self._start(range(1, self._num_replicas))
+            self._round(self._others)
+            self._raise_first_error(self._others)
+            merged = self._merged([request, *(None if thread.done else thread.request for thread in self._others)])
+            for thread, value in zip(self._others, merged[1:], strict=True):
+                thread.merged = value
+        except BaseException as error:  # noqa: BLE001 - raised when the replica is unwound
+            self._failure = error
+            raise _Aborted from None
+        finally:
+            self._turns.starts(local_id)
+            self.current = local_id
+        return merged[0]
+
+    def _start(self, local_ids: range) -> Sequence[_ReplicaThread]:
+        """Give tasks to the replicas' threads."""
         if not self._threads:
-            self._threads += [_ReplicaThread(i) for i in range(self._num_replicas)]
-        return self._threads
+            self._threads += [_ReplicaThread(i) for i in local_ids]
+        for thread in self._threads:
+            thread.task = functools.partial(contextvars.copy_context().run, self._tasks[thread.local_id])
+            thread.done, thread.aborted = False, False
+            thread.result = thread.error = thread.request = None
+        return tuple(self._threads)
 
     def _round(self, threads: Sequence[_ReplicaThread]) -> None:
-        """Let every replica run up to its next merge point or its end."""
+        """Let every thread run up to its next merge point or its end."""
         if self._concurrent:
             for thread in threads:
                 thread.resume()
             for thread in threads:
                 thread.wait_paused()
             return
-        for i, thread in enumerate(threads):
-            self._turns.starts(i)
-            self.current = i
+        for thread in threads:
+            self._turns.starts(thread.local_id)
+            self.current = thread.local_id
             try:
                 thread.resume()
                 thread.wait_paused()
             finally:
                 self.current = None
-                self._turns.ends(i, failed=thread.error is not None)
+                self._turns.ends(thread.local_id, failed=thread.error is not None)
             if thread.error is not None:
                 return  # as tf: the replicas after a failed one are not started
 
-    def _raise_first_error(self, threads: Sequence[_ReplicaThread], name: Callable[[int], str]) -> None:
-        for i, thread in enumerate(threads):
+    def _raise_first_error(self, threads: Sequence[_ReplicaThread]) -> None:
+        for thread in threads:
             if thread.error is not None:
                 error, thread.error = thread.error, None
-                note = f"Raised by {name(i)}."
-                if hasattr(error, "add_note"):
-                    error.add_note(note)
-                else:  # Python 3.10
-                    logger.error(note)
+                _note(error, self._name(thread.local_id))
                 raise error
 
-    def _merge(self, threads: Sequence[_ReplicaThread], name: Callable[[int], str]) -> None:
-        requests = [thread.request for thread in threads]
-        kinds = [None if thread.done or request is None else request.kind
-                 for thread, request in zip(threads, requests, strict=True)]  # fmt: skip
-        if any(kind != kinds[0] for kind in kinds):
-            rows = "\n".join(
-                f"  {name(i)}: {'returned' if kind is None else f'waits in {kind}'}" for i, kind in enumerate(kinds)
-            )
-            raise RuntimeError(
-                "Some replicas made a different number of merge_call()s, or of different kinds (all_reduce, "
-                f"all_gather, optimizer.step and the like count):\n{rows}\n"
-                "Every replica must make the same ones in the same order, whatever its share of the batch."
-            )
+    def _merged(self, requests: Sequence[MergeRequest | None]) -> Sequence[Any]:
+        """Call the merge function on what all replicas bring; ``None`` stands for a replica that has returned."""
         present = [request for request in requests if request is not None]
-        merged = present[0].fn([request.payload for request in present])
-        for thread, value in zip(threads, merged, strict=True):
-            thread.merged = value
+        if len(present) < len(requests) or any(request.kind != present[0].kind for request in present):
+            raise self._mismatch(requests)
+        return self._call_merge(present[0].fn, [request.payload for request in present])
+
+    def _mismatch(self, requests: Sequence[MergeRequest | None]) -> RuntimeError:
+        rows = "\n".join(
+            f"  {self._name(i)}: {'returned' if request is None else f'waits in {request.kind}'}"
+            for i, request in enumerate(requests)
+        )
+        return RuntimeError(
+            "Some replicas made a different number of merge_call()s, or of different kinds (all_reduce, all_gather, "
+            f"optimizer.step and the like count):\n{rows}\n"
+            "Every replica must make the same ones in the same order, whatever its share of the batch."
+        )
 
     def _abort(self, threads: Sequence[_ReplicaThread]) -> None:
         """Unwind the replicas that wait; after an interrupt leave the running ones to unwind by themselves."""
@@ -248,3 +319,19 @@ def _end(threads: list[_ReplicaThread]) -> None:
             thread.task = None
             thread.resume()
     threads.clear()
+
+
+def _take_results(threads: Sequence[_ReplicaThread]) -> list[Any]:
+    results = [thread.result for thread in threads]
+    for thread in threads:
+        thread.result = None
+    return results
+
+
+def _note(error: BaseException, name: str) -> None:
+    """Say in an error which replica raised it."""
+    note = f"Raised by {name}."
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        logger.error(note)
