@@ -13,7 +13,7 @@ from torchstrategy import tree
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, check_gather_axis, gather, reduce
-from torchstrategy.context import Frame, current_frame, current_replica_context, pop_frame, push_frame
+from torchstrategy.context import Frame, current_frame, current_replica_context
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
@@ -200,15 +200,12 @@ class Strategy:
             calls.append(own)
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, own_kwargs)))
         outer, self._running = self._running, tuple(contexts)
-        own_frame = Frame(self, None)  # the functions of merge_call see this strategy, also outside its scope
-        push_frame(own_frame)
         try:
             results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
         except Exception as error:
             self._explain(error, contexts)
             raise
         finally:
-            pop_frame(own_frame)
             self._running = outer
         return results[0] if len(results) == 1 else self._regroup(results)
 

@@ -203,10 +203,6 @@ class WorkerGroup:
         work = self._group_of(tensor).allreduce([numbers], options)
         return functools.partial(self._wait_data, work, tensor, operation)
 
-    def barrier(self, operation: str) -> None:
-        """Wait until every rank is here."""
-        self.exchange(operation, None)
-
     def _group_of(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda and self._nccl is not None else self._data
 

@@ -319,12 +319,6 @@ def _tensors_of(mirror: Mirror) -> _ModuleTensors:
     return tensors  # type: ignore[no-any-return]
 
 
-def _at(leaves: Sequence[Any], leaf: Any, own: Any) -> Any:
-    """Return the leaf of a copied structure that stands where ``leaf`` stands in the original."""
-    position = next(i for i, other in enumerate(leaves) if other is leaf)
-    return tree.all_leaves(own)[position]
-
-
 def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:
     dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
     return [(dicts, name) for name, value in dicts[0].items() if value is not None]

@@ -194,7 +194,7 @@ class ThreadedHosting(Hosting):
             raise RuntimeError("Another thread is inside `run` of this strategy. Call `run` from one thread at a time.")
         try:
             _refuse_modes()
-            carry = _caller_modes()
+            carry = _CallerModes()
             tasks = [
                 functools.partial(self._call, frame, device, carry, fn, args, kwargs)
                 for frame, device, (args, kwargs) in zip(frames, self._placement.devices, calls, strict=True)
@@ -347,10 +347,6 @@ class _CallerModes:
             for kind, dtype, cache in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
             yield
-
-
-def _caller_modes() -> _CallerModes:
-    return _CallerModes()
 
 
 @contextlib.contextmanager
