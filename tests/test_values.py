@@ -65,3 +65,28 @@ def test_shares():
     grouped = set_shares(ts.PerReplica((torch.ones(2), torch.ones(1))), shares)
     assert get_shares(grouped) is get_shares(grouped.values[1]) is shares
     assert get_shares("x") is None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        float,
+        int,
+        lambda value: f"{value:.3f}",
+        lambda value: value + 1.0,
+        lambda value: 1.0 + value,
+        lambda value: sum([value]),
+        lambda value: value / 2,
+        lambda value: 2 - value,
+        lambda value: 3 * value,
+    ],
+)
+def test_using_a_per_replica_as_a_number_says_what_to_write(use):
+    value = ts.PerReplica((torch.tensor(1.0), torch.tensor(2.0)))
+    with pytest.raises(TypeError, match="reduce"):
+        use(value)
+
+
+def test_printing_a_per_replica_shows_each_value():
+    value = ts.PerReplica((torch.tensor(1.0), torch.tensor(2.0)))
+    assert f"{value}" == str(value) == "PerReplica:{\n  0: tensor(1.),\n  1: tensor(2.)\n}"

@@ -18,32 +18,27 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.packing import pack, plan_buckets, unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.errors import DivergenceError
-from torchstrategy.log import info_once
+from torchstrategy.log import info_once, warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.marks import check_can_be_summed, is_marked, mark, was_edited
 from torchstrategy.values import PerReplica
 
 __all__ = [
     "GradientSum",
     "GradientSummer",
-    "is_marked",
-    "mark",
-    "mark_applied",
-    "note_backward",
     "optimizer_parameters",
-    "unmark",
 ]
 
 #: How far the sums of equal parameters may be apart, in parts of the sum of absolute values.
 _RELATIVE_TOLERANCE = 1e-5
-_MARK = "_ts_summed"
-_UNUSED_SUM = "_ts_unused_sum"
 
 
 class GradientSum(NamedTuple):
@@ -108,6 +103,7 @@ class GradientSummer:
         self._check_every = check_every
         self._plans: dict[tuple[Any, ...], str] = {}
         self._num_sums: Counter[str] = Counter()
+        self._num_calls = 0
 
     def __call__(self, parts: Sequence[GradientSum]) -> list[None]:
         """Sum the gradients of corresponding parameters in place of each replica's own.
@@ -117,6 +113,7 @@ class GradientSummer:
             InvalidArgumentError: the processes' optimizers differ.
             DivergenceError: the processes' parameters differ.
         """
+        self._look_for_edits(parts)
         columns = list(zip(*(part.parameters for part in parts), strict=False))
         if any(len(part.parameters) != len(columns) for part in parts):
             raise RuntimeError(
@@ -155,6 +152,20 @@ class GradientSummer:
         """Synchronise all changed buffers without gradients."""
         self([GradientSum([], had_examples=True)] * len(self._placement.devices))
 
+    def _look_for_edits(self, parts: Sequence[GradientSum]) -> None:
+        """Warn of gradients that were clipped before the sum; only now and then, for it may wait for an accelerator."""
+        self._num_calls += 1
+        if self._num_calls > 10 and self._num_calls % self._check_every:
+            return
+        edited = [p for part in parts for p in part.parameters if was_edited(p)]
+        if edited:
+            warn_once(
+                "A gradient was changed in place between `backward` and its sum over replicas. If it was clipped, "
+                "this replica's part was clipped and not the gradient of the whole batch: call "
+                "`ts.get_replica_context().sum_gradients(optimizer)` before `clip_grad_norm_` or `clip_grad_value_`. "
+                f"(A factor that is the same on all replicas does no harm.) The sum was made at {call_site()}."
+            )
+
     def _describe(
         self, columns: Sequence[Sequence[Tensor]], slots: Sequence[Slot], weights: Sequence[float]
     ) -> _Record:
@@ -162,7 +173,7 @@ class GradientSummer:
         for k, column in enumerate(columns):
             present = [parameter.grad for parameter in column if parameter.grad is not None]
             for parameter in column:
-                _check_not_mixed(k, parameter)
+                check_can_be_summed(k, parameter)
             marks = [is_marked(parameter) for parameter in column]
             if any(marks) and not all(marks):
                 raise RuntimeError(
@@ -234,7 +245,7 @@ class GradientSummer:
                 rows[index] = [total] if len(devices) == 1 else list(self._ops.broadcast(total, devices).values)
         for column, row in zip(columns, rows, strict=True):
             for parameter, total in zip(column, row, strict=True):
-                parameter.grad = total
+                parameter.grad = total.data  # with a version of its own: the parts of a bucket share one
         self._announce(len(columns), num_buckets)
 
     def _sum_buckets(self, tensors: Sequence[Tensor], buckets: Sequence[Sequence[int]]) -> list[tuple[int, Tensor]]:
@@ -293,90 +304,6 @@ class GradientSummer:
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return an optimizer's parameters in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-class _Mark(NamedTuple):
-    """What a gradient is: ``"summed"`` over replicas, ``"applied"`` by a step, or ``"mixed"`` with a later backward's.
-
-    ``version`` is the gradient's at that moment.
-    """
-
-    kind: str
-    version: int
-
-
-def mark(parameter: Tensor) -> None:
-    """Note that a parameter's gradient is the sum over replicas."""
-    if parameter.grad is not None:
-        setattr(parameter.grad, _MARK, _Mark("summed", parameter.grad._version))
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):  # else nobody would call `note_backward`
-            setattr(parameter, _UNUSED_SUM, True)
-
-
-def mark_applied(parameter: Tensor) -> None:
-    """Note that a step has used a parameter's sum: another step may, but another backward must not add to it."""
-    if parameter.grad is not None and is_marked(parameter):
-        setattr(parameter.grad, _MARK, _Mark("applied", parameter.grad._version))
-    _forget_unused_sum(parameter)
-
-
-def unmark(parameter: Tensor) -> None:
-    """Forget that a parameter's gradient was summed."""
-    if parameter.grad is not None and hasattr(parameter.grad, _MARK):
-        delattr(parameter.grad, _MARK)
-    _forget_unused_sum(parameter)
-
-
-def is_marked(parameter: Tensor) -> bool:
-    """Say whether a parameter's gradient is the sum over replicas; edits after the step end that."""
-    found = _mark_of(parameter)
-    if parameter.grad is None:
-        return False
-    if found is None:  # the program may have replaced a summed gradient, as in `p.grad = clip(p.grad)`
-        return hasattr(parameter, _UNUSED_SUM)
-    return found.kind == "summed" or (found.kind == "applied" and found.version == parameter.grad._version)
-
-
-def note_backward(parameter: Tensor) -> None:
-    """Look at a parameter's gradient after a backward pass has added to it.
-
-    Raises:
-        RuntimeError: it is a sum over replicas that no step has used.
-    """
-    found = _mark_of(parameter)
-    if found is None or parameter.grad is None:
-        _forget_unused_sum(parameter)
-        return
-    if found.kind == "summed":
-        raise RuntimeError(
-            f"`backward` adds to a gradient (shape {tuple(parameter.shape)}) that is already the sum over replicas. "
-            "Call `optimizer.step()` or `optimizer.zero_grad()` after `sum_gradients` or `scaler.unscale_`, before "
-            "the next backward."
-        )
-    if parameter.grad._version == found.version + 1:  # nothing but this backward has touched it
-        setattr(parameter.grad, _MARK, _Mark("mixed", parameter.grad._version))
-    else:
-        unmark(parameter)
-
-
-def _forget_unused_sum(parameter: Tensor) -> None:
-    if hasattr(parameter, _UNUSED_SUM):
-        delattr(parameter, _UNUSED_SUM)
-
-
-def _mark_of(parameter: Tensor) -> _Mark | None:
-    found: _Mark | None = getattr(parameter.grad, _MARK, None)
-    return found
-
-
-def _check_not_mixed(k: int, parameter: Tensor) -> None:
-    found = _mark_of(parameter)
-    if found is not None and found.kind == "mixed":
-        raise RuntimeError(
-            f"`backward` has added to the gradient of parameter {k} (shape {tuple(parameter.shape)}) that the previous "
-            "`optimizer.step()` applied, which is a sum over replicas, so the new one can't be told apart. Call "
-            "`optimizer.zero_grad()` between a step and the next backward."
-        )
 
 
 def _checksum(parameter: Tensor) -> Tensor:

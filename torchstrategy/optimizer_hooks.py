@@ -16,23 +16,25 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy.context import current_replica_context
-from torchstrategy.gradients import mark_applied, note_backward, optimizer_parameters, unmark
+from torchstrategy.gradients import optimizer_parameters
 from torchstrategy.options import ReduceOp
+from torchstrategy.replicas.marks import mark_applied, note_backward, unmark
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.replicas.record import owner
+from torchstrategy.replicas.record import find_owner, owner, watch
 
 __all__ = ["guard_parameter", "install", "prepare"]
 
 
 @functools.cache
 def install() -> None:
-    """Register the step hooks, once in a process."""
+    """Register the step hooks, and watch for what is made outside the scopes; once in a process."""
+    watch(prepare)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 def prepare(obj: Any) -> None:
-    """Make a recorded ``GradScaler`` sum gradients before it looks for infinities, and ``zero_grad`` end marks."""
+    """Make a ``GradScaler`` sum gradients before it looks for infinities; let ``Optimizer.zero_grad`` end marks."""
     if isinstance(obj, torch.amp.GradScaler) and not isinstance(obj, _SummingScaler):
         obj.__class__ = _summing_class(type(obj))  # type: ignore[arg-type]
     if isinstance(obj, Optimizer):
@@ -61,21 +63,24 @@ def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int 
                 f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
                 "to replica 0: read it from the model inside the replica function."
             )
-        note_backward(tensor)
+        note_backward(tensor, inside=current is not None)
 
-    if parameter.is_leaf and parameter.requires_grad:
+    if parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex()):
+        required = parameter.requires_grad
+        parameter.requires_grad_()  # a frozen one may be trained later
         parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(required)
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     context = current_replica_context()
     plain = resolve(optimizer)
-    strategy = owner(plain)
     if context is None or context.num_replicas_in_sync == 1:
+        strategy = find_owner(plain) if context is None else owner(plain)
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             raise RuntimeError(
                 f"{type(plain).__name__}.step() was called outside `run` of the {type(strategy).__name__} that the "
-                "optimizer was made in, so the gradients of its replicas could not be summed. Call it inside the "
+                "optimizer belongs to, so the gradients of its replicas could not be summed. Call it inside the "
                 "function that you give to `strategy.run`."
             )
         return None
@@ -125,11 +130,11 @@ class _SummingScaler:
     """Mixed in before a ``GradScaler`` class."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        _sum_here(optimizer)
+        _sum_here(self, optimizer)
         super().unscale_(optimizer)  # type: ignore[misc]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _sum_here(optimizer)
+        _sum_here(self, optimizer)
         self._note(optimizer)
         return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
@@ -142,11 +147,21 @@ class _SummingScaler:
     def _note(self, optimizer: Optimizer) -> None:
         self.__dict__.setdefault("_ts_stepped", []).append(optimizer)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = type(self).__bases__[1]  # whose name this class has
+        return object.__new__, (plain,), plain.__getstate__(self)
 
-def _sum_here(optimizer: Optimizer) -> None:
+
+def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
     context = current_replica_context()
-    if context is not None and context.num_replicas_in_sync > 1:
-        context.sum_gradients(optimizer)
+    if context is None or context.num_replicas_in_sync == 1:
+        return
+    if owner(scaler) is None and len(context.strategy.placement.devices) > 1:
+        raise RuntimeError(
+            f"A {type(scaler).__name__} that was made outside `strategy.scope()` can't serve several replicas in one "
+            "process: each would update its scale. Make it inside `with strategy.scope():`."
+        )
+    context.sum_gradients(optimizer)
 
 
 @functools.cache

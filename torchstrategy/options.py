@@ -12,6 +12,8 @@ __all__ = [
     "InputReplicationMode",
     "ReduceOp",
     "RunOptions",
+    "VariableAggregation",
+    "VariableSynchronization",
 ]
 
 
@@ -47,6 +49,34 @@ class ReduceOp(enum.Enum):
             except KeyError:
                 raise ValueError(f"{value!r} is not a valid ReduceOp. Expected 'SUM' or 'MEAN'.") from None
         raise TypeError(f"A reduce op must be a ReduceOp or a string, 'SUM' or 'MEAN'. Received: {value!r}")
+
+
+class VariableSynchronization(enum.Enum):
+    """When the replicas' copies of a variable are brought together.
+
+    ``ON_WRITE``, which ``AUTO`` means: every copy gets the same value whenever one is assigned. ``ON_READ``: each
+    replica writes its own copy, and reading in cross-replica context aggregates them. ``NONE``: not with replicas.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class VariableAggregation(enum.Enum):
+    """How values that replicas assign to a variable, or their copies of it, become one value."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class CommunicationImplementation(enum.Enum):

@@ -15,11 +15,12 @@ from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis, gather, gather_sizes
 from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.devices import tensor_device
-from torchstrategy.gradients import GradientSum, mark, optimizer_parameters
-from torchstrategy.options import ReduceOp
+from torchstrategy.gradients import GradientSum, optimizer_parameters
+from torchstrategy.options import ReduceOp, VariableSynchronization
+from torchstrategy.replicas.marks import mark
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
+from torchstrategy.replicas.variables import Variable
 from torchstrategy.values import BatchShares, get_shares, regroup, select_replica
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ReplicaContext:
         self._check_active("all_reduce")
         tensors, spec = self._tensors(value, "all_reduce")
         if self.num_replicas_in_sync == 1:
-            return value
+            return spec.unflatten(tensors)
         operation = f"all_reduce({op.name}){tree.describe(spec)}"
         # Autograd calls this again, later and maybe on another thread.
         results = differentiable_all_reduce(lambda values: self._all_reduce(op, values, operation), tensors)
@@ -134,6 +135,7 @@ class ReplicaContext:
             tensor([1., 1.])
         """
         self._check_active("all_gather")
+        value = tree.map_leaves(_without_variable, value)
         if self.num_replicas_in_sync == 1:
             return value
         leaves, spec = tree.flatten(value)
@@ -297,14 +299,17 @@ class ReplicaContext:
             self._strategy._refresh_owned()
         owned = self._strategy._owned_parameters(self.local_id)
         for parameter in parameters:
+            if isinstance(parameter, Variable) and parameter.synchronization is VariableSynchronization.ON_READ:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} can't train variable {parameter.name!r}: it is ON_READ, so its copies "
+                    "may differ between replicas. Make it with synchronization=ON_WRITE."
+                )
             if id(parameter) not in owned:
-                made_by = owner(optimizer)
                 raise RuntimeError(
                     f"{type(optimizer).__name__} updates a parameter (shape {tuple(parameter.shape)}) that does not "
-                    f"belong to this replica of {type(self._strategy).__name__}: the model, or an optimizer with "
-                    f"parameters of its own, was {'changed after it was' if made_by else 'not'} made in "
-                    "`strategy.scope()`. Make the model and the optimizer inside `with strategy.scope():`; a bare "
-                    "nn.Parameter must be part of a module."
+                    f"belong to this replica of {type(self._strategy).__name__}: the model was not made in "
+                    "`strategy.scope()`, or its parameters were replaced afterwards. Make the model and the optimizer "
+                    "inside `with strategy.scope():`; a bare nn.Parameter must be part of a module."
                 )
 
     def __enter__(self) -> ReplicaContext:
@@ -315,6 +320,8 @@ class ReplicaContext:
         pop_frame(Frame(self._strategy, self))
 
     def _meet(self, request: MergeRequest) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_to_be_compiled()
         return self._strategy.hosting.meet(self.local_id, request)
 
     def _all_reduce(self, op: ReduceOp, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
@@ -353,7 +360,7 @@ class ReplicaContext:
         return own, [sum(row[:replica_id]) for row in sizes]
 
     def _tensors(self, value: Any, operation: str) -> tuple[list[Tensor], Any]:
-        leaves, spec = tree.flatten(value)
+        leaves, spec = tree.flatten(tree.map_leaves(_without_variable, value))
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise ValueError(f"{operation} takes tensors, or nested structures of tensors. Received: {leaf!r}. "
@@ -380,7 +387,23 @@ class ReplicaContext:
             )
 
 
+def _without_variable(leaf: Any) -> Any:
+    """Return a variable's value as a plain tensor whose gradient reaches the replica's copy."""
+    return leaf.clone() if isinstance(leaf, Variable) else leaf
+
+
 def _check_counts(payloads: Sequence[Sequence[Tensor]], operation: str) -> None:
     counts = [len(payload) for payload in payloads]
     if len(set(counts)) > 1:
         raise ValueError(f"{operation}: the replicas bring different numbers of tensors: {counts}")
+
+
+def _refuse_to_be_compiled() -> None:
+    raise RuntimeError(
+        "torch.compile met a collective operation of replicas, which it can't trace. Call it in a function that is not "
+        "compiled."
+    )
+
+
+#: What torch.compiler.assume_constant_result sets: the function runs when it is traced.
+_refuse_to_be_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,49 +12,36 @@ from torch import Tensor
 from torchstrategy import tree
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.collectives.reductions import all_reduce, check_gather_axis, gather, reduce
+from torchstrategy.collectives.reductions import all_reduce
 from torchstrategy.context import Frame, current_frame, current_replica_context
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.devices import Placement
+from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients import GradientSummer
 from torchstrategy.log import set_rank, show_info
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
 from torchstrategy.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.replica_context import ReplicaContext
+from torchstrategy.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
 from torchstrategy.replicas.buffers import BufferSync
+from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import DirectHosting, Hosting, ThreadedHosting
 from torchstrategy.replicas.mirrored import bodies, mirror_of
+from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
+from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.scope import Scope
-from torchstrategy.values import DistributedValues, PerReplica, local_results, regroup
+from torchstrategy.values import PerReplica, ValueContext, local_results
 
-__all__ = ["Strategy", "ValueContext"]
+__all__ = ["Strategy"]
 
 _CROSS_REPLICA = (
     "Method requires being in cross-replica context, use get_replica_context().merge_call(). Inside `run`, "
-    "`ts.get_replica_context()` has all_reduce, all_gather and merge_call."
+    "call a function directly instead of with `run`, make no scope, and combine values with all_reduce and all_gather "
+    "of `ts.get_replica_context()`."
 )
-
-
-class ValueContext:
-    """What ``experimental_distribute_values_from_function`` tells the function about one replica.
-
-    Args:
-        replica_id_in_sync_group: the replica's id.
-        num_replicas_in_sync: number of replicas.
-    """
-
-    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
-        self.replica_id_in_sync_group = replica_id_in_sync_group
-        self.num_replicas_in_sync = num_replicas_in_sync
-
-    def __repr__(self) -> str:
-        return (
-            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
-            f"num_replicas_in_sync={self.num_replicas_in_sync})"
-        )
 
 
 class Strategy:
@@ -129,6 +116,11 @@ class Strategy:
         """The resolver of a strategy that has one; ``None`` otherwise."""
         return None
 
+    @property
+    def extended(self) -> StrategyExtended:
+        """What tf keeps in ``StrategyExtended``: ``update``, ``reduce_to`` and the names of devices."""
+        return StrategyExtended(self)
+
     def scope(self) -> Any:
         """Return a context manager that makes this strategy current.
 
@@ -196,7 +188,7 @@ class Strategy:
         calls = []
         own_kwargs = {} if kwargs is None else dict(kwargs)
         for local_id, replica_id in enumerate(self.placement.local_replica_ids):
-            own = self._inputs_of(local_id, (tuple(args), own_kwargs))
+            own = inputs_of(self, local_id, (tuple(args), own_kwargs))
             calls.append(own)
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, own_kwargs)))
         outer, self._running = self._running, tuple(contexts)
@@ -207,7 +199,7 @@ class Strategy:
             raise
         finally:
             self._running = outer
-        return results[0] if len(results) == 1 else self._regroup(results)
+        return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine a value over all replicas. Cross-replica context only; with several processes, all must call it.
@@ -240,7 +232,7 @@ class Strategy:
         op = ReduceOp.parse(reduce_op)
         self._require_cross_replica()
         self._agree_on_structure(f"Strategy.reduce({op.name})", value)
-        return tree.map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+        return tree.map_leaves(lambda leaf: reduce_leaf(self, op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate a value of all replicas in the order of replicas. Cross-replica context only.
@@ -272,9 +264,9 @@ class Strategy:
             )
         self._require_cross_replica()
         if self.num_replicas_in_sync == 1:
-            return tree.map_leaves(lambda leaf: self._inputs_of(0, leaf), value)
+            return tree.map_leaves(lambda leaf: inputs_of(self, 0, leaf), value)
         self._agree_on_structure("Strategy.gather", value)
-        return tree.map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+        return tree.map_leaves(lambda leaf: gather_leaf(self, leaf, axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas.
@@ -293,6 +285,8 @@ class Strategy:
             self._take_up_new()
         if mirror_of(value) is not None:
             return bodies(value)
+        if isinstance(value, DistributedVariable):
+            return value.values
         if isinstance(value, Tensor):
             own = tuple(self.hosting.counterpart(i, value) for i in range(len(self.placement.devices)))
             if own[-1] is not value:
@@ -408,7 +402,7 @@ class Strategy:
             The object.
 
         Raises:
-            TypeError: at the first ``run``, if the object can't be copied.
+            TypeError: the object is a tensor; or at the first ``run``, if it can't be copied.
 
         Example:
             >>> class Counter:
@@ -420,6 +414,8 @@ class Strategy:
             >>> strategy.run(fn), counter.count
             (None, 1)
         """
+        if isinstance(obj, Tensor):
+            raise TypeError("A tensor can't be replicated. Make it with `ts.Variable(tensor)` in `strategy.scope()`.")
         self.record.add(obj)
         return obj
 
@@ -438,6 +434,10 @@ class Strategy:
         self._take_up_new()
         if self.num_replicas_in_sync > 1:
             self.gradient_summer.sync_buffers()
+
+    def _make_variable(self, context: Any, value: Tensor, options: VariableOptions) -> Variable | None:
+        """Make a variable with a copy for each replica; ``None`` where one value is enough."""
+        return make_variable(self, context, value, options)
 
     def _check_can_enter(self) -> None:
         """Raise unless a scope of this strategy may open here."""
@@ -494,6 +494,8 @@ class Strategy:
             _mixing(frame.strategy, self)
 
     def _take_up_new(self) -> None:
+        if self.num_replicas_in_sync > 1:
+            self.record.claim()
         if not self.record.has_new:
             return
         self.hosting.adopt_new()
@@ -502,7 +504,7 @@ class Strategy:
 
     def _refresh_owned(self) -> None:
         """Look again at which parameters the recorded modules have."""
-        running = getattr(self.hosting, "running", lambda: None)
+        running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
         for local_id, owned in enumerate(self._owned):
             found: dict[int, weakref.ref[Tensor]] = {}
             for dicts, name in self.hosting.slots():
@@ -516,87 +518,9 @@ class Strategy:
                     found[id(tensor)] = known
             self._owned[local_id] = found
 
-    def _inputs_of(self, local_id: int, structure: Any) -> Any:
-        if not _needs_selection(structure):
-            return structure
-        return tree.map_leaves(lambda leaf: self._input_leaf(local_id, leaf), structure)
-
-    def _input_leaf(self, local_id: int, leaf: Any) -> Any:
-        if isinstance(leaf, DistributedValues):
-            try:
-                return leaf.values[local_id]
-            except IndexError:
-                raise IndexError(
-                    f"A {type(leaf).__name__} argument holds {len(leaf.values)} values, but this process has "
-                    f"{len(self.placement.devices)} replicas. Make it with this strategy."
-                ) from None
-        if isinstance(leaf, torch.nn.Parameter):
-            return self.hosting.counterpart(local_id, leaf)
-        return leaf
-
-    def _regroup(self, results: Sequence[Any]) -> Any:
-        return tree.map_leaves(self._original, regroup(results))
-
-    def _original(self, leaf: Any) -> Any:
-        """Return the user's own object where each replica returned its counterpart of it."""
-        if isinstance(leaf, PerReplica) and isinstance(leaf.values[0], torch.nn.Parameter):
-            original = self.hosting.original(leaf.values[0])
-            if original is not None and all(
-                self.hosting.counterpart(i, original) is value for i, value in enumerate(leaf.values)
-            ):
-                return original
-        return leaf
-
     def _agree_on_structure(self, operation: str, value: Any) -> None:
         if self.workers is not None and (structure := tree.describe(tree.flatten(value)[1])):
             self.workers.agree(f"{operation}{structure}", None, "structure")
-
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
-        num_local = len(self.placement.devices)
-        values = leaf.values if isinstance(leaf, DistributedValues) else None
-        if values is None:
-            if leaf is None:
-                raise ValueError("Can't reduce None: the replica function returned nothing.")
-            if num_local == 1:
-                if self.workers is None and axis is None:
-                    return leaf
-                values = (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf),)
-            elif axis is None:
-                if op is ReduceOp.MEAN:
-                    return leaf
-                raise ValueError(
-                    f"A non-DistributedValues value {leaf} cannot be reduced with the given reduce op {op}."
-                )
-            else:
-                values = (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf),) * num_local
-        for value in values:
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"Only tensors can be reduced; the replicas hold {value!r}. Return `torch.tensor(...)` from the "
-                    "replica function."
-                )
-        with torch.no_grad():
-            return reduce(
-                op,
-                [value.detach() for value in values],
-                axis,
-                self.placement.devices,
-                self.cross_device_ops,
-                self.workers,
-                self.num_replicas_in_sync,
-            )
-
-    def _gather_leaf(self, leaf: Any, axis: int) -> Any:
-        if isinstance(leaf, DistributedValues):
-            values = leaf.values
-        elif len(self.placement.devices) == 1:
-            values = (leaf,)
-        else:
-            return leaf
-        for value in values:
-            axis = check_gather_axis(axis, value)
-        with torch.no_grad():
-            return gather([value.detach() for value in values], axis, self.workers, "Strategy.gather")
 
     def _explain(self, error: Exception, contexts: Sequence[ReplicaContext]) -> None:
         """Say what the error can't: the shares of a small batch, and to the other ranks, that this one failed."""
@@ -614,6 +538,16 @@ class Strategy:
             )
 
 
+def _only_replica_running(reference: weakref.ref[Strategy]) -> Callable[[], int | None]:
+    """Return what says whether a process's only replica is running, also to the threads of autograd."""
+
+    def running() -> int | None:
+        strategy = reference()
+        return 0 if strategy is not None and strategy._running else None
+
+    return running
+
+
 def _default_ops(placement: Placement) -> CrossDeviceOps:
     if len(placement.devices) > 1 and all(device.type == "cuda" for device in placement.devices):
         return NcclAllReduce()
@@ -625,11 +559,3 @@ def _mixing(current: Any, other: Any) -> NoReturn:
         f"Mixing different Strategy objects: {current!r} is not {other!r}. Leave the first strategy's "
         "scope before you use another one."
     )
-
-
-def _needs_selection(structure: Any) -> bool:
-    if isinstance(structure, (tuple, list)):
-        return any(map(_needs_selection, structure))
-    if isinstance(structure, dict):
-        return any(map(_needs_selection, structure.values()))
-    return isinstance(structure, (DistributedValues, torch.nn.Parameter)) or hasattr(structure, "__dataclass_fields__")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ __all__ = [
     "DistributedValues",
     "Mirrored",
     "PerReplica",
+    "ValueContext",
     "get_shares",
     "local_results",
     "regroup",
@@ -67,6 +68,22 @@ class DistributedValues:
     def __bool__(self) -> bool:
         raise TypeError(self._outside("truth value"))
 
+    def __float__(self) -> NoReturn:
+        raise TypeError(self._outside("float()"))
+
+    def __int__(self) -> NoReturn:
+        raise TypeError(self._outside("int()"))
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(self._outside(f"format {spec!r}"))
+        return repr(self)
+
+    def _refuse_arithmetic(self, *_: Any) -> NoReturn:
+        raise TypeError(self._outside("arithmetic"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(self._outside(f"attribute {name!r}"))
 
@@ -101,6 +118,25 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """Equal values on every replica, such as the result of an all-reduce."""
+
+
+class ValueContext:
+    """What ``experimental_distribute_values_from_function`` tells the function about one replica.
+
+    Args:
+        replica_id_in_sync_group: the replica's id.
+        num_replicas_in_sync: number of replicas.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
 
 
 def regroup(per_replica: Sequence[Any]) -> Any:

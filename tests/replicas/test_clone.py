@@ -595,13 +595,6 @@ def test_model_made_outside_the_scope_is_refused(strategy):
         model.zero_grad()
 
 
-def test_optimizer_made_outside_the_scope_is_refused(strategy):
-    model, _ = make(strategy, linear_and_sgd)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError):
-        strategy.run(lambda: sum_step(model, optimizer))
-
-
 def test_step_outside_run_is_refused(strategy):
     model, optimizer = make(strategy, linear_and_sgd)
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Names that tf.distribute keeps under ``experimental``."""
 
 from torchstrategy.options import CommunicationImplementation, CommunicationOptions
-from torchstrategy.strategy import ValueContext
+from torchstrategy.values import ValueContext
 
 __all__ = ["CommunicationImplementation", "CommunicationOptions", "ValueContext"]

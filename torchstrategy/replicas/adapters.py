@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
+
 __all__ = [
+    "HandleOfAll",
     "OutsideCall",
     "OutsideMethod",
     "is_a",
@@ -104,6 +107,25 @@ class OutsideCall:
 
     def __reduce__(self) -> Any:
         return getattr, (self._obj(), self._name)
+
+
+class HandleOfAll:
+    """Removes a hook from every replica's object."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+        self.id = handles[0].id
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> HandleOfAll:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def is_a(value: object, class_name: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.variables import Variable
 
 __all__ = ["BufferSync"]
 
@@ -30,11 +31,11 @@ class BufferSync:
             self._stamps.setdefault(_key(slot), _stamp(slot))
 
     def candidates(self) -> list[Slot]:
-        """Return the slots that hold buffers."""
+        """Return the slots that hold buffers; a variable says itself how its copies are brought together."""
         return [
             (dicts, name)
             for dicts, name in self._slots()
-            if isinstance(dicts[0].get(name), Tensor) and not isinstance(dicts[0][name], torch.nn.Parameter)
+            if isinstance(dicts[0].get(name), Tensor) and not isinstance(dicts[0][name], (torch.nn.Parameter, Variable))
         ]
 
     def changed(self, slots: Sequence[Slot]) -> list[bool]:

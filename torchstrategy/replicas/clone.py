@@ -26,14 +26,17 @@ from torchstrategy.replicas.copies import (
     copy_tensor,
     copy_together,
     deep_copy,
+    hold_copies,
     keep_user_data,
     own_tensors,
     with_submodules,
 )
+from torchstrategy.replicas.distributed_variables import DistributedVariable, user_variable
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.snapshots import is_plain
+from torchstrategy.replicas.variables import Variable
 
 __all__ = ["ReplicaSet", "Slot"]
 
@@ -68,6 +71,8 @@ class ReplicaSet:
         self._running = running
         self._facades: list[weakref.ref[Any]] = []
         self._all_noted = False
+        #: What the gradients of replica 0's copies of variables were after the last run.
+        self._variable_grads: dict[int, tuple[Tensor | None, int]] = {}
 
     def current(self) -> int | None:
         """Return the position in this process of the replica that is running on this thread, or ``None``."""
@@ -83,7 +88,7 @@ class ReplicaSet:
         Raises:
             TypeError: an object can't be copied; the message says which and why. Nothing has changed then.
         """
-        new = with_submodules([obj for obj in objects if mirror_of(obj) is None])
+        new = with_submodules([obj for obj in objects if mirror_of(obj) is None and not isinstance(obj, Tensor)])
         if not new:
             return
         for obj in new:
@@ -102,6 +107,8 @@ class ReplicaSet:
         count = len(self._devices)
         if is_plain(value):
             return [value, *(copy.deepcopy(value) for _ in range(1, count))]
+        if isinstance(value, DistributedVariable):
+            return list(value.copies)
         if isinstance(value, Tensor):
             return [value, *(self._counterparts(value) or [copy_tensor(value, d) for d in self._devices[1:]])]
         value = tree.map_leaves(lambda leaf: list(leaf) if isinstance(leaf, Iterator) else leaf, value)
@@ -127,6 +134,8 @@ class ReplicaSet:
 
     def counterpart(self, local_id: int, obj: Any) -> Any:
         """Return a replica's counterpart of a user's object or tensor; the object itself if it has none."""
+        if isinstance(obj, DistributedVariable):
+            return obj.copy_on(local_id)
         if isinstance(obj, Tensor):
             others = None if local_id == 0 else self._counterparts(obj)
             return obj if others is None else others[local_id - 1]
@@ -135,6 +144,8 @@ class ReplicaSet:
 
     def original(self, obj: Any) -> Any:
         """Return the user's tensor that has this counterpart, or ``None``."""
+        if isinstance(obj, Variable) and obj.user_variable is not None:
+            return obj.user_variable
         for mirror in self._mirrors():
             for reference, others in list(mirror.known.values()):
                 tensor = reference()
@@ -144,7 +155,8 @@ class ReplicaSet:
 
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer lives, on each replica."""
-        return [slot for mirror in self._mirrors() if mirror.is_module for slot in _tensors_of(mirror).slots]
+        of_modules = [slot for mirror in self._mirrors() if mirror.is_module for slot in _tensors_of(mirror).slots]
+        return of_modules + [variable.slot for variable in self._variables()]
 
     def before_run(self) -> None:
         """Give the other replicas what was changed on replica 0 since the last run.
@@ -153,6 +165,11 @@ class ReplicaSet:
             RuntimeError: gradients were computed or edited outside ``run``.
         """
         self._all_noted = False
+        for variable in self._variables():
+            grad, version = self._variable_grads.get(id(variable), (None, 0))
+            if _grad_stamp(variable.copy_on(0)) != ((0, 0) if grad is None else (id(grad), version)):
+                _check_gradient(variable.name, variable.copy_on(0))
+            variable.follow_first()
         for mirror in self._mirrors():
             mirror.push_changes()
             if mirror.is_module:
@@ -165,9 +182,17 @@ class ReplicaSet:
 
     def after_run(self) -> None:
         """Note the state of replica 0's tensors."""
+        variables = self._variables()
+        for variable in variables:
+            variable.note_in_step()
+        grads = {id(variable): _grad(variable.copy_on(0)) for variable in variables}
+        self._variable_grads = {key: (grad, 0 if grad is None else grad._version) for key, grad in grads.items()}
         for mirror in self._mirrors():
             if mirror.is_module:
                 _tensors_of(mirror).note()
+
+    def _variables(self) -> list[DistributedVariable]:
+        return [tensor for tensor in self._record.tensors() if isinstance(tensor, DistributedVariable)]
 
     def _mirrors(self) -> list[Mirror]:
         mirrors = [mirror_of(reference()) for reference in self._facades]
@@ -175,6 +200,8 @@ class ReplicaSet:
 
     def _start_memo(self, local_id: int, new: Sequence[Any]) -> Memo:
         memo: Memo = {id(self.strategy): self.strategy}
+        for variable in self._variables():
+            memo[id(variable)] = memo[id(variable.copy_on(0))] = variable.copy_on(local_id)
         for reference in self._facades:
             obj = reference()
             mirror = mirror_of(obj)
@@ -201,6 +228,9 @@ class ReplicaSet:
         return generator if local_id == 0 else replica_generator(generator, local_id)
 
     def _counterparts(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        variable = user_variable(tensor)
+        if isinstance(variable, DistributedVariable):
+            return variable.copies[1:]
         for mirror in self._mirrors():
             if mirror.is_module:
                 _tensors_of(mirror)
@@ -218,6 +248,7 @@ class ReplicaSet:
         if isinstance(obj, nn.Module):
             children = obj._modules
             keep_user_data(obj, own[0])
+        hold_copies(own[0])
         self._move_devices(own)
         for body in own:
             bind_step(obj, body)
@@ -246,7 +277,7 @@ class ReplicaSet:
     def _copy_slot(self, mirror: Mirror, slot: Slot, before: _Stamp, now: _Stamp) -> None:
         dicts, name = slot
         first = dicts[0].get(name)
-        if before[:4] != now[:4]:
+        if before[:4] != now[:4] and not isinstance(first, Variable):  # which keeps its copies in step itself
             for i, own in enumerate(dicts[1:], 1):
                 known = own.get(name) if before[0] == now[0] else self._counterpart_or(i, first, own.get(name))
                 own[name] = _updated(known, first, self._devices[i])
@@ -254,12 +285,7 @@ class ReplicaSet:
                 mirror.know(tuple(own[name] for own in dicts))
         if before[4:] == now[4:] or first is None:
             return
-        if first.grad is not None and not _is_zero(first.grad):
-            raise RuntimeError(
-                f"The gradient of parameter {name!r} (shape {tuple(first.shape)}) was changed outside `run`, on "
-                "replica 0 only. Compute and edit gradients inside the function that you give to `strategy.run`, or "
-                "clear them with `optimizer.zero_grad()`."
-            )
+        _check_gradient(name, first)
         for own in dicts[1:]:
             own[name].grad = None if first.grad is None else torch.zeros_like(own[name])
 
@@ -338,10 +364,22 @@ def _stamp(slot: Slot) -> _Stamp:
         version = tensor._version
     except RuntimeError:  # an inference tensor
         version = -1
-    grad = tensor.grad if tensor.is_leaf else None
-    if grad is None:
-        return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, 0, 0)
-    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, id(grad), grad._version)
+    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, *_grad_stamp(tensor))
+
+
+def _grad_stamp(tensor: Tensor) -> tuple[int, int]:
+    grad = _grad(tensor)
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def _check_gradient(name: str, first: Tensor) -> None:
+    """Refuse a gradient that replica 0's tensor got outside ``run``."""
+    if first.grad is not None and not _is_zero(first.grad):
+        raise RuntimeError(
+            f"The gradient of parameter {name!r} (shape {tuple(first.shape)}) was changed outside `run`, on replica 0 "
+            "only. Compute and edit gradients inside the function that you give to `strategy.run`, or clear them with "
+            "`optimizer.zero_grad()`."
+        )
 
 
 def _grad(tensor: Tensor | None) -> Tensor | None:

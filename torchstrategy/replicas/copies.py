@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
+from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
 from torchstrategy.replicas.snapshots import is_plain
 
@@ -27,6 +28,7 @@ __all__ = [
     "copy_tensor",
     "copy_together",
     "deep_copy",
+    "hold_copies",
     "keep_user_data",
     "own_tensors",
     "with_submodules",
@@ -137,6 +139,23 @@ def keep_user_data(obj: Any, copied: Any) -> None:
         is_hooks = "hook" in name and isinstance(value, dict)
         if name in ("_parameters", "_buffers") or is_hooks or is_plain(value) or isinstance(value, torch.Generator):
             copied.__dict__[name] = value
+
+
+def hold_copies(body: Any) -> None:
+    """Let replica 0's module or optimizer hold its copies of variables, as the other replicas' do."""
+    if isinstance(body, nn.Module):
+        for members in (body._parameters, body._buffers):
+            for name, value in members.items():
+                members[name] = _first_copy(value)
+    if isinstance(body, Optimizer):
+        for group in body.param_groups:
+            group["params"][:] = [_first_copy(parameter) for parameter in group["params"]]
+        for parameter in [key for key in body.state if isinstance(key, DistributedVariable)]:
+            body.state[_first_copy(parameter)] = body.state.pop(parameter)
+
+
+def _first_copy(value: Any) -> Any:
+    return value.copy_on(0) if isinstance(value, DistributedVariable) else value
 
 
 def bind_step(obj: Any, copied: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.variables import Variable
 
 __all__ = ["DivergenceCheck"]
 
@@ -75,10 +76,14 @@ class DivergenceCheck:
         """
         for dicts, name in self._slots:
             first = dicts[0].get(name)
-            if not isinstance(first, torch.nn.Parameter):
+            if not isinstance(first, torch.nn.Parameter) or any(_may_differ(own.get(name)) for own in dicts):
                 continue
             for other, own in enumerate(dicts[1:], 1):
                 _compare(first, own[name], name, self._name(0), self._name(other))
+
+
+def _may_differ(tensor: Any) -> bool:
+    return isinstance(tensor, Variable) and tensor.diverges
 
 
 def _fingerprint(dicts: Sequence[dict[str, Any]], name: str) -> list[Any]:
@@ -105,5 +110,6 @@ def _compare(first: Tensor, other: Tensor, name: str, first_name: str, other_nam
     raise DivergenceError(
         f"After the run, parameter {name!r} (shape {tuple(a.shape)}) differs between {first_name} and {other_name} by "
         f"up to {difference:.3g}. Every replica must apply the same update: use `optimizer.step()`, which sums the "
-        "gradients, and do not change parameters by values that differ between replicas."
+        "gradients, and do not change parameters by values that differ between replicas. What is written outside `run` "
+        "through `parameter.data` is not seen: write to the parameter itself, inside `with torch.no_grad():`."
     )

@@ -19,6 +19,7 @@ from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
 from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.copies import check_can_be_copied
+from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.divergence import DivergenceCheck
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
@@ -111,24 +112,25 @@ class DirectHosting(Hosting):
         new = self._record.take_new()
         self._slots = None
         for obj in new:
-            if not isinstance(obj, nn.Module):
+            if not isinstance(obj, (nn.Module, torch.Tensor)):
                 self._prepare(obj)
         if self._workers is None:
             return
         for obj in new:
+            if isinstance(obj, torch.Tensor):
+                continue
             check_can_be_copied(obj)
             prepare_body(obj, 0)
             for name, method in outside_methods(type(obj)).items():
                 obj.__dict__[name] = OutsideCall(self._strategy, obj, name, method)
-        tensors = _state_tensors(new)
-        with torch.no_grad():
-            self._workers.broadcast(tensors, "taking the initial values from the chief")
+        _take_initial_values(new, self._workers)
 
     @override
     def slots(self) -> list[Slot]:
         if self._slots is None:
             self._slots = self._find_slots()
-        return self._slots
+        variables = [tensor for tensor in self._record.tensors() if isinstance(tensor, DistributedVariable)]
+        return self._slots + [variable.slot for variable in variables] if variables else self._slots
 
     @override
     def counterpart(self, local_id: int, obj: Any) -> Any:
@@ -216,8 +218,7 @@ class ThreadedHosting(Hosting):
         new = self._record.take_new()
         try:
             if self._workers is not None:
-                with torch.no_grad():
-                    self._workers.broadcast(_state_tensors(new), "taking the initial values from the chief")
+                _take_initial_values(new, self._workers)
             self._set.adopt(new)
         except BaseException:
             for obj in new:
@@ -384,11 +385,20 @@ def _refuse_modes() -> None:
         )
 
 
-def _state_tensors(objects: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the parameters and buffers of modules, each once."""
+def _take_initial_values(objects: Sequence[Any], workers: WorkerGroup) -> None:
+    """Give the parameters and buffers of modules, and new variables, the chief's values."""
     tensors: dict[int, torch.Tensor] = {}
+    variables = [obj for obj in objects if isinstance(obj, DistributedVariable) and obj.is_new]
     for obj in objects:
         if isinstance(obj, nn.Module):
             for tensor in [*obj.parameters(), *obj.buffers()]:
-                tensors.setdefault(id(tensor), tensor)
-    return list(tensors.values())
+                if not isinstance(tensor, DistributedVariable):
+                    tensors.setdefault(id(tensor), tensor)
+    own = [*tensors.values(), *(variable.copy_on(0) for variable in variables)]
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        workers.broadcast(own, "taking the initial values from the chief")
+        for variable in variables:
+            variable.is_new = False
+            for copy in variable.copies[1:]:
+                copy.copy_(variable.copy_on(0))
+            variable.note_in_step()

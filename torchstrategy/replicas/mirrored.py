@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from torchstrategy.replicas.adapters import OutsideMethod, outside_methods
+from torchstrategy.replicas.adapters import HandleOfAll, OutsideMethod, outside_methods
+from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.snapshots import SCALARS, differ, snapshot
 
 __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "resolve", "swap_class"]
@@ -137,27 +139,9 @@ class Mirror:
         """Call a method of every replica's object and return replica 0's result."""
         calls = self.replicas.values_for((args, kwargs))
         results = [getattr(body, name)(*a, **k) for body, (a, k) in zip(self.bodies, calls, strict=True)]
-        if all(isinstance(result, torch.utils.hooks.RemovableHandle) for result in results):
-            return _HandleOfAll(results)
+        if all(isinstance(result, RemovableHandle) for result in results):
+            return HandleOfAll(results)
         return results[0]
-
-
-class _HandleOfAll:
-    """Removes a hook from every replica's object."""
-
-    def __init__(self, handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-        self._handles = handles
-        self.id = handles[0].id
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> _HandleOfAll:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 class _Members(UserDict[str, Any]):
@@ -170,6 +154,9 @@ class _Members(UserDict[str, Any]):
         self.data = data
         self._mirror = weakref.ref(mirror)
         self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return user_variable(self.data[name])
 
     def __setitem__(self, name: str, item: Any) -> None:
         mirror = self._owner()
@@ -340,7 +327,7 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
         value = state[name]
         if name not in _MODULE_INTERNALS and type(value) not in SCALARS:
             mirror.note_access(name)
-        return value
+        return user_variable(value)
     if name in _MODULE_ON_ALL or ("register" in name and name.endswith("hook")):
         return functools.partial(mirror.call_all, name)
     if not hasattr(mirror.cls, name):
@@ -360,7 +347,7 @@ def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
     if name in state and not (on_class and name == "zero_grad"):
         if type(state[name]) not in SCALARS:
             mirror.note_access(name)
-        return state[name]
+        return user_variable(state[name])
     if name in _READS and on_class:
         return getattr(first, name)
     value = object.__getattribute__(obj, name)

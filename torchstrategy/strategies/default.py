@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
@@ -17,9 +18,12 @@ from torchstrategy.context import Frame, current_frame, pop_frame, push_frame, s
 from torchstrategy.data.context import InputContext
 from torchstrategy.devices import Placement
 from torchstrategy.errors import UnimplementedError
+from torchstrategy.extended import StrategyExtended
 from torchstrategy.options import InputOptions, InputReplicationMode, RunOptions
 from torchstrategy.replica_context import ReplicaContext
-from torchstrategy.replicas.record import start_recording, stop_recording
+from torchstrategy.replica_values import inputs_of
+from torchstrategy.replicas.record import owner, start_recording, stop_recording
+from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.scope import Scope
 from torchstrategy.strategy import Strategy
 
@@ -41,6 +45,24 @@ class _DefaultReplicaContext(ReplicaContext):
         pass
 
 
+class _DefaultExtended(StrategyExtended):
+    """There are no devices to name, and every variable that no other strategy made belongs here."""
+
+    @property
+    @override
+    def worker_devices(self) -> tuple[str, ...]:
+        raise RuntimeError("worker_devices is unsupported by the default strategy, which chooses no devices.")
+
+    @property
+    @override
+    def parameter_devices(self) -> tuple[str, ...]:
+        raise RuntimeError("parameter_devices is unsupported by the default strategy, which chooses no devices.")
+
+    @override
+    def _copies_of(self, v: Any) -> tuple[Any, ...]:
+        return (v,) if isinstance(v, Tensor) and owner(v) is None else ()
+
+
 class DefaultStrategy(Strategy):
     """Passes everything through: a program that uses it behaves like one that uses no strategy.
 
@@ -55,6 +77,11 @@ class DefaultStrategy(Strategy):
         super().__init__(Placement(1, 0, (torch.device("cpu", 0),)))
         self.context = _DefaultReplicaContext(self, 0, 0)
         self._is_alone = not is_one_of_several(os.environ)
+
+    @property
+    @override
+    def extended(self) -> StrategyExtended:
+        return _DefaultExtended(self)
 
     @override
     def scope(self) -> Any:
@@ -81,7 +108,7 @@ class DefaultStrategy(Strategy):
         frame = Frame(self, _DefaultReplicaContext(self, 0, 0, (args, own_kwargs)))
         push_frame(frame)
         try:
-            return fn(*self._inputs_of(0, args), **self._inputs_of(0, own_kwargs))
+            return fn(*inputs_of(self, 0, args), **inputs_of(self, 0, own_kwargs))
         finally:
             pop_frame(frame)
 
@@ -103,7 +130,11 @@ class DefaultStrategy(Strategy):
     @override
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         values = super().experimental_distribute_values_from_function(value_fn)
-        return self._inputs_of(0, values)
+        return inputs_of(self, 0, values)
+
+    @override
+    def _make_variable(self, context: Any, value: Tensor, options: VariableOptions) -> Variable | None:
+        return None
 
     @override
     def _check_can_enter(self) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
-from torchstrategy.devices import Placement, canonical_device
+from torchstrategy.devices import Placement, canonical_device, tensor_device
+from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
 from torchstrategy.strategy import Strategy
 
 __all__ = ["OneDeviceStrategy"]
@@ -34,3 +38,10 @@ class OneDeviceStrategy(Strategy):
         super().__init__(Placement(1, 0, (canonical_device(device),)))
         if is_one_of_several(os.environ):
             warn_of_independent_copies(type(self).__name__)
+
+    @override
+    def _make_variable(self, context: Any, value: Tensor, options: VariableOptions) -> Variable | None:
+        variable: Variable = make_copy(Variable, value.to(tensor_device(self.placement.devices[0])), options)
+        if context is None:
+            self.record.add(variable)
+        return variable

@@ -1,0 +1,131 @@
+"""What replica functions get of their arguments, and what becomes of the values that they return.
+
+The functions here are the leaves of ``Strategy.run``, ``reduce`` and ``gather``; strategy.py walks the structures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import tree
+from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
+from torchstrategy.options import ReduceOp
+from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
+from torchstrategy.replicas.hosting import Hosting
+from torchstrategy.replicas.variables import Variable
+from torchstrategy.values import DistributedValues, PerReplica, regroup
+
+if TYPE_CHECKING:
+    from torchstrategy.strategy import Strategy
+
+__all__ = ["gather_leaf", "inputs_of", "reduce_leaf", "regroup_results"]
+
+
+def inputs_of(strategy: Strategy, local_id: int, structure: Any) -> Any:
+    """Return what a replica, by its position in the process, sees of a structure of arguments.
+
+    Raises:
+        IndexError: a distributed value has no value for the replica.
+    """
+    if not _needs_selection(structure):
+        return structure
+    return tree.map_leaves(lambda leaf: _input_leaf(strategy, local_id, leaf), structure)
+
+
+def regroup_results(hosting: Hosting, results: Sequence[Any]) -> Any:
+    """Return the results of this process's replicas as one structure with ``PerReplica`` leaves.
+
+    Where each replica returned its own counterpart of one of the user's tensors, that tensor stands in the result.
+    """
+    return tree.map_leaves(lambda leaf: _original(hosting, leaf), regroup(results))
+
+
+def reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: Any) -> Any:
+    """Combine one value over all replicas; ``Strategy.reduce`` has the rules."""
+    if leaf is None:
+        raise ValueError("Can't reduce None: the replica function returned nothing.")
+    if isinstance(leaf, MirroredVariable):
+        return _reduce_mirrored(op, leaf, axis)
+    if isinstance(leaf, (DistributedValues, DistributedVariable)):
+        values = leaf.values
+    elif axis is None and (strategy.num_replicas_in_sync == 1 or len(strategy.placement.devices) > 1):
+        if op is ReduceOp.SUM and strategy.num_replicas_in_sync > 1:
+            raise ValueError(f"A non-DistributedValues value {leaf} cannot be reduced with the given reduce op {op}.")
+        return leaf
+    else:  # every local replica has it
+        values = (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf),) * len(strategy.placement.devices)
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"Only tensors can be reduced; the replicas hold {value!r}. Return `torch.tensor(...)` from the "
+                "replica function."
+            )
+    with torch.no_grad():
+        return reduce(
+            op,
+            [value.detach() for value in values],
+            axis,
+            strategy.placement.devices,
+            strategy.cross_device_ops,
+            strategy.workers,
+            strategy.num_replicas_in_sync,
+        )
+
+
+def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
+    """Concatenate one value of all replicas; ``Strategy.gather`` has the rules."""
+    if isinstance(leaf, (DistributedValues, DistributedVariable)):
+        values = leaf.values
+    elif len(strategy.placement.devices) == 1:
+        values = (leaf,)
+    else:
+        return leaf
+    for value in values:
+        axis = check_gather_axis(axis, value)
+    with torch.no_grad():
+        return gather([value.detach() for value in values], axis, strategy.workers, "Strategy.gather")
+
+
+def _input_leaf(strategy: Strategy, local_id: int, leaf: Any) -> Any:
+    if isinstance(leaf, DistributedValues):
+        try:
+            return leaf.values[local_id]
+        except IndexError:
+            raise IndexError(
+                f"A {type(leaf).__name__} argument holds {len(leaf.values)} values, but this process has "
+                f"{len(strategy.placement.devices)} replicas. Make it with this strategy."
+            ) from None
+    if isinstance(leaf, torch.nn.Parameter) and not isinstance(leaf, Variable):  # which knows the replica itself
+        return strategy.hosting.counterpart(local_id, leaf)
+    return leaf
+
+
+def _needs_selection(structure: Any) -> bool:
+    if isinstance(structure, (tuple, list)):
+        return any(map(_needs_selection, structure))
+    if isinstance(structure, dict):
+        return any(map(_needs_selection, structure.values()))
+    return isinstance(structure, (DistributedValues, torch.nn.Parameter)) or hasattr(structure, "__dataclass_fields__")
+
+
+def _original(hosting: Hosting, leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica) and isinstance(leaf.values[0], (torch.nn.Parameter, Variable)):
+        original = hosting.original(leaf.values[0])
+        if original is not None and all(
+            hosting.counterpart(i, original) is value for i, value in enumerate(leaf.values)
+        ):
+            return original
+    return leaf
+
+
+def _reduce_mirrored(op: ReduceOp, variable: MirroredVariable, axis: Any) -> Tensor:
+    if op is ReduceOp.MEAN and axis is None:
+        return variable.values[0]
+    raise ValueError(
+        f"Mirrored variable {variable.name!r} has one value on all replicas. Take `v.read_value()`, or reduce what the "
+        "replica function computes with it."
+    )
