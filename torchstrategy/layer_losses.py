@@ -1,0 +1,263 @@
+"""The losses of a model's layers: regularizers of parameters, and losses that layers add while they run.
+
+An added loss belongs to the call in which it was added and is forgotten when the outermost module is called again. A
+hook on the modules that were being called does that, so a model that adds no losses pays nothing. What was added is
+kept beside the modules: neither copies and pickles nor ``state_dict`` see it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchstrategy import errors
+from torchstrategy.context import current_replica_context
+from torchstrategy.replicas.mirrored import resolve
+from torchstrategy.strategy import Strategy
+
+__all__ = ["add_loss", "losses_of", "regularize"]
+
+#: The attribute of a module that holds its regularizers: parameter name -> function. It is copied with the module.
+_REGULARIZERS = "_ts_regularizers"
+#: One key for all replicas' objects: hooks whose keys differ between replicas are removed.
+_HOOK = "torchstrategy.add_loss"
+_MAX_NAMES = 20
+
+_added: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
+
+
+def regularize(module: nn.Module, name: str, regularizer: Callable[[Tensor], Tensor] | None) -> None:
+    """Attach a regularizer to a parameter, as ``kernel_regularizer=`` does in Keras.
+
+    ``ts.losses_of(model)`` then holds its value for any model that contains the module. It is part of the module's
+    copies, on every replica too, but not of its ``state_dict``.
+
+    Args:
+        module: the module, or one that contains it.
+        name: the parameter's name in it, such as ``"weight"`` or ``"encoder.0.weight"``. Of a parametrized one, the
+            value after the parametrization counts.
+        regularizer: such as ``ts.regularizers.L2(1e-4)``, or another function from a tensor to a scalar; ``None``
+            removes what was attached.
+
+    Raises:
+        ValueError: there is no such parameter, or it has a regularizer already.
+        TypeError: ``module`` is no module, ``name`` no string, or ``regularizer`` no function.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> _ = torch.nn.init.ones_(layer.weight)
+        >>> ts.regularize(layer, "weight", ts.regularizers.L2(0.5))
+        >>> [loss.item() for loss in ts.losses_of(layer)]
+        [1.0]
+    """
+    _check_module(module)
+    if isinstance(regularizer, type) or not (regularizer is None or callable(regularizer)):
+        raise TypeError(
+            "regularizer must be an object like ts.regularizers.L2(1e-4), or a function from a tensor to a scalar. "
+            f"Received: {regularizer!r}"
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a parameter's name, such as 'weight'. Received: {name!r}")
+    path, _, own_name = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = None
+    if owner is None or own_name not in _own_parameters(owner):
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r}. It has: {_listed(module)}")
+    attached: dict[str, Callable[[Tensor], Tensor]] = dict(getattr(owner, _REGULARIZERS, {}))
+    if regularizer is None:
+        attached.pop(own_name, None)
+    elif own_name in attached:
+        raise ValueError(
+            f"{name!r} has a regularizer already: {attached[own_name]!r}. Attach one that does both, such as L1L2, or "
+            "remove the first: ts.regularize(module, name, None)."
+        )
+    else:
+        attached[own_name] = regularizer
+    setattr(owner, _REGULARIZERS, attached)
+
+
+def add_loss(value: Tensor, module: nn.Module | None = None) -> None:
+    """Add a loss, such as one that depends on activations; to be called while a module runs, in its ``forward``.
+
+    ``ts.losses_of(model)`` then holds it until the model is called again. On several replicas each one adds its own.
+    Average over the replica's batch and scale the losses with ``ts.nn.scale_regularization_loss``, as in tf: that is
+    the mean over the global batch if all shares are equal.
+
+    Args:
+        value: a tensor; one with several elements counts with their sum. If the replica's share of the batch is empty,
+            a value that is not finite, such as a mean over nothing, counts as 0.
+        module: the module that the loss belongs to; ``None`` means the one whose ``forward`` is running.
+
+    Raises:
+        TypeError: ``value`` is no tensor, or ``module`` no module.
+        InvalidArgumentError: ``value`` is boolean or complex.
+        RuntimeError: no module is being called.
+        ValueError: ``module`` is not part of the one that is being called.
+
+    Example:
+        >>> class Sparse(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         y = super().forward(x)
+        ...         ts.add_loss(0.01 * y.abs().mean())
+        ...         return y
+        >>> model = torch.nn.Sequential(Sparse(2, 2), torch.nn.ReLU())
+        >>> _ = model(torch.ones(3, 2))
+        >>> len(ts.losses_of(model))
+        1
+    """
+    if torch.compiler.is_compiling():  # walking the frames is left to Python
+        torch.compiler.disable(_add)(value, module)  # type: ignore[no-untyped-call]
+    else:
+        _add(value, module)
+
+
+def losses_of(model: nn.Module) -> list[Tensor]:
+    """Return the losses of a model's layers, as ``model.losses`` does in Keras.
+
+    In a replica function they are this replica's, outside it replica 0's.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The values of all regularizers, computed now, then the losses that the most recent call added; of modules, and
+        not of names: what is shared counts once.
+
+    Raises:
+        TypeError: ``model`` is no module.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> ts.regularize(model, "weight", ts.regularizers.L2(1e-4))
+        >>> def loss_of(per_example_loss):
+        ...     loss = ts.nn.compute_average_loss(per_example_loss, global_batch_size="actual")
+        ...     return loss + ts.nn.scale_regularization_loss(ts.losses_of(model))
+        >>> loss_of(torch.ones(3)).item() > 1.0
+        True
+    """
+    _check_module(model)
+    modules = [resolve(module) for module in model.modules()]
+    penalties = [
+        regularizer(getattr(module, name))
+        for module in modules
+        for name, regularizer in module.__dict__.get(_REGULARIZERS, {}).items()
+    ]
+    return penalties + [loss for module in modules for loss in _added.get(module, ())]
+
+
+def _add(value: Tensor, module: nn.Module | None) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"The value of add_loss must be a tensor. Received: {value!r}")
+    if value.dtype == torch.bool or value.dtype.is_complex:
+        raise errors.InvalidArgumentError(f"The value of add_loss must be of a real dtype. Received: {value.dtype}")
+    running = _running(sys._getframe(1))
+    target = _target(running, module)
+    if running:
+        _forget_at_next_call(running[-1])
+    for other in (target, *running[:-1]):
+        _hooks(other).setdefault(_HOOK, _before_call)
+    _added.setdefault(target, []).append(_without_nothing(value))
+
+
+def _target(running: list[nn.Module], module: nn.Module | None) -> nn.Module:
+    if module is None:
+        if not running:
+            raise RuntimeError(
+                "add_loss was called while no module is being called. Call it in the `forward` of a module that is "
+                "called as `model(x)` (not `model.forward(x)`), or say which module is meant: "
+                "add_loss(value, module=self)."
+            )
+        return running[0]
+    _check_module(module)
+    target: nn.Module = resolve(module)
+    if running and all(member is not target for member in running[-1].modules()):
+        raise ValueError(
+            f"{type(module).__name__} is not part of {type(running[-1]).__name__}, which is being called, so it would "
+            "never be known when the loss is out of date. Pass a module that is."
+        )
+    return target
+
+
+def _running(frame: FrameType | None) -> list[nn.Module]:
+    """Return the modules that are being called on this thread, the innermost one first."""
+    found: list[nn.Module] = []
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("_call_impl", "run"):
+            caller = frame.f_locals.get("self")
+            if name == "run" and isinstance(caller, Strategy):
+                break  # a module from whose `forward` the program calls `run` has calls of its own
+            if name == "_call_impl" and isinstance(caller, nn.Module):
+                found.append(caller)
+        frame = frame.f_back
+    return found
+
+
+def _before_call(module: nn.Module, args: Any) -> None:  # noqa: ARG001 - a hook's signature
+    if torch.compiler.is_compiling():
+        torch.compiler.disable(_begin_call)(module)  # type: ignore[no-untyped-call]
+    else:
+        _begin_call(module)
+
+
+def _begin_call(module: nn.Module) -> None:
+    running = _running(sys._getframe(1))
+    if len(running) > 1:
+        _forget_at_next_call(running[-1])
+    else:
+        _forget(module)
+
+
+def _forget_at_next_call(outermost: nn.Module) -> None:
+    """Hook the outermost module; what it holds without a hook is from an earlier call of a part of it."""
+    if _HOOK not in _hooks(outermost):
+        _hooks(outermost)[_HOOK] = _before_call
+        _forget(outermost)
+
+
+def _hooks(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+    return module._forward_pre_hooks
+
+
+def _forget(outermost: nn.Module) -> None:
+    for module in outermost.modules():
+        _added.pop(module, None)
+
+
+def _without_nothing(value: Tensor) -> Tensor:
+    """Return 0 for a loss that is not finite because there was nothing to average."""
+    context = current_replica_context()
+    shares = None if context is None else context.batch_shares
+    if shares is None or shares.shares[context.replica_id_in_sync_group] > 0 or bool(value.isfinite().all()):
+        return value
+    # A constant of its own: zero times the gradients of a mean over nothing would be nan.
+    return torch.zeros_like(value, requires_grad=value.requires_grad)
+
+
+def _own_parameters(module: nn.Module) -> set[str]:
+    """Return the names of a module's own parameters and parametrized tensors."""
+    own = {name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
+    return own | {name for name in getattr(module, "parametrizations", ()) if isinstance(getattr(module, name), Tensor)}
+
+
+def _listed(module: nn.Module) -> str:
+    names = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, member in module.named_modules()
+        for name in sorted(_own_parameters(member))
+    ]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more if names else "no parameters"
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected a torch.nn.Module. Received: {module!r}")

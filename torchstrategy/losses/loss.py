@@ -1,0 +1,169 @@
+"""The base class of losses, and how the losses of examples become one number."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import errors
+from torchstrategy.losses.arguments import as_tensor
+from torchstrategy.strategies.default import get_strategy, has_strategy
+
+__all__ = ["Loss", "Reduction"]
+
+
+class Reduction(str, enum.Enum):
+    """What becomes of the losses of a batch; the members equal tf's strings, which are accepted as well.
+
+    ``NONE`` leaves one loss for each example (or pixel, or token), ``SUM`` adds them up, ``SUM_OVER_BATCH_SIZE`` takes
+    their mean, and ``AUTO`` is ``SUM_OVER_BATCH_SIZE``. Under a strategy only ``NONE`` and ``SUM`` can be called, as in
+    tf: a replica's mean does not know of the other replicas.
+
+    Example:
+        >>> ts.losses.Reduction.NONE == "none"
+        True
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    SUM = "sum"
+    SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+
+    @classmethod
+    def parse(cls, value: object) -> Reduction:
+        """Return the member for a member or its string in any letter case; ``None`` is ``NONE``, as in Keras 3.
+
+        Args:
+            value: a ``Reduction``, a string or ``None``.
+
+        Returns:
+            The member.
+
+        Raises:
+            ValueError: it names no member.
+
+        Example:
+            >>> ts.losses.Reduction.parse("sum").name
+            'SUM'
+        """
+        if isinstance(value, cls):
+            return value
+        name = "none" if value is None else value
+        try:
+            return cls(name.lower() if isinstance(name, str) else name)
+        except ValueError:
+            raise ValueError(
+                f"{value!r} is not a valid reduction. Expected one of {[member.value for member in cls]}."
+            ) from None
+
+
+class Loss:
+    """Base class of losses: calls ``call``, weighs its result and reduces it.
+
+    A subclass defines ``call(y_true, y_pred)``, which returns one loss for each example.
+
+    Args:
+        reduction: a ``Reduction`` or its string.
+        name: the loss's name, for logs; ``None`` means the class's name.
+
+    Raises:
+        ValueError: ``reduction`` is unknown.
+
+    Example:
+        >>> class Quartic(ts.losses.Loss):
+        ...     def call(self, y_true, y_pred):
+        ...         return (y_true - y_pred).pow(4).mean(-1)
+        >>> Quartic(reduction="none")(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))
+        tensor([ 1., 16.])
+    """
+
+    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str | None = None) -> None:
+        self.reduction = Reduction.parse(reduction)
+        self.name = type(self).__name__ if name is None else name
+
+    def call(self, y_true: Any, y_pred: Any) -> Tensor:
+        """Return one loss for each example; to be defined by a subclass.
+
+        Args:
+            y_true: labels.
+            y_pred: predictions.
+
+        Returns:
+            ``[batch, ...]``.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define call(self, y_true, y_pred).")
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+        """Compute the loss. Labels come first, as in tf.
+
+        Args:
+            y_true: labels.
+            y_pred: predictions.
+            sample_weight: scalar, ``[batch]``, or broadcastable to the losses, whose first axes it has if it has
+                fewer; ``None`` means that everything weighs 1. Weights do not change the divisor of a mean.
+
+        Returns:
+            With ``NONE``, what ``call`` returns, weighted; else a scalar, which is 0 for an empty batch.
+
+        Raises:
+            ValueError: with ``AUTO`` or ``SUM_OVER_BATCH_SIZE`` under a strategy; or, with several replicas, ``call``
+                returned a scalar.
+            InvalidArgumentError: shapes do not fit.
+        """
+        self._check_reduction()
+        losses = as_tensor(self.call(y_true, y_pred), "the result of call")
+        if not losses.dtype.is_floating_point:
+            losses = losses.to(torch.get_default_dtype())
+        if losses.ndim == 0 and get_strategy().num_replicas_in_sync > 1:
+            raise ValueError(
+                f"{self.name} reduced the examples of this replica to one number: the loss takes the mean over the "
+                "last axis, and y_pred has no axis for the examples besides. Give y_true and y_pred the shape "
+                "[batch, 1]: x.unsqueeze(-1)."
+            )
+        weighted = losses if sample_weight is None else losses * _matching_weight(sample_weight, losses)
+        if self.reduction is Reduction.NONE:
+            return weighted
+        total = weighted.sum(dtype=torch.float32 if weighted.dtype.itemsize < 4 else None)
+        if self.reduction is not Reduction.SUM:
+            total = total / self._divisor(losses, y_true)
+        return total.to(weighted.dtype)
+
+    def _divisor(self, losses: Tensor, y_true: Any) -> int | Tensor:  # noqa: ARG002 - some losses skip labels
+        """Return what ``SUM_OVER_BATCH_SIZE`` divides by; 1 if there is nothing to average."""
+        return max(losses.numel(), 1)
+
+    def _check_reduction(self) -> None:
+        if self.reduction in (Reduction.AUTO, Reduction.SUM_OVER_BATCH_SIZE) and has_strategy():
+            raise ValueError(
+                f"{self.name} was called under a strategy with reduction {self.reduction.name}, which would average "
+                "over this replica's share of the batch only. Make the loss with "
+                "reduction=ts.losses.Reduction.NONE, and average over the global batch: "
+                'ts.nn.compute_average_loss(loss(y_true, y_pred), global_batch_size="actual").'
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(reduction={self.reduction.value!r}, name={self.name!r})"
+
+
+def _matching_weight(sample_weight: Any, losses: Tensor) -> Tensor:
+    """Return the weights with as many axes as the losses; those with fewer count for the first ones."""
+    weight = as_tensor(sample_weight, "sample_weight", losses.device).to(losses.dtype)
+    original = tuple(weight.shape)
+    if weight.ndim == losses.ndim + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    elif 0 < weight.ndim < losses.ndim:
+        weight = weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
+    if weight.ndim > losses.ndim or any(
+        own not in (1, size) for own, size in zip(reversed(weight.shape), reversed(losses.shape), strict=False)
+    ):
+        raise errors.InvalidArgumentError(
+            "sample_weight must be a scalar, have one entry for each example, or be broadcastable to the losses' "
+            f"shape {tuple(losses.shape)}. Received shape {original}"
+        )
+    return weight
