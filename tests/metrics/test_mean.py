@@ -90,3 +90,78 @@ def test_is_a_torchmetrics_metric():
     other.persistent(True)
     assert set(other.state_dict()) == {"total", "count"}
     assert metric.update_count == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "weight", "expected"),
+    [
+        (3.0, None, 3.0),
+        ([1, 3, 5, 7], None, 16.0),
+        ([1, 3, 5, 7], [1, 1, 0, 0], 4.0),
+        ([1.0, 3.0], 2.0, 8.0),
+        ([[1.0, 3.0], [4.0, 8.0]], None, 16.0),
+        ([[1.0, 3.0], [4.0, 8.0]], [3.0, 1.0], 24.0),
+        ([[1.0, 3.0], [4.0, 8.0]], [[1.0, 0.0], [0.5, 0.25]], 5.0),
+        ([1.0, 2.0], [0.0, 0.0], 0.0),
+        ([], None, 0.0),
+    ],
+)
+def test_sum(values, weight, expected):
+    metric = ts.metrics.Sum()
+    assert metric.name == "sum"
+    assert metric.result().item() == 0.0
+    metric.update_state(10.0)
+    metric.update_state(torch.tensor(values), sample_weight=weight)
+    assert metric.result().item() == 10.0 + expected
+    metric.reset_state()
+    assert metric.result().item() == 0.0
+
+
+def test_sums_of_many_halves_and_of_integers():
+    metric = ts.metrics.Sum(dtype="int64")
+    metric.update_state(torch.full((3000,), 100.0, dtype=torch.float16))
+    metric.update_state(torch.tensor([2**40, 1]))
+    assert metric.result().dtype == torch.int64
+    assert metric.result().item() == 300_001 + 2**40
+
+
+def absolute(y_true, y_pred, scale):
+    return scale * (torch.as_tensor(y_true) - torch.as_tensor(y_pred)).abs()
+
+
+def test_mean_of_a_function():
+    metric = ts.metrics.MeanMetricWrapper(absolute, scale=2.0)
+    assert metric.name == "mean_metric_wrapper"
+    metric.update_state([1.0, 2.0, 3.0], [1.0, 0.0, 0.0], sample_weight=[1.0, 2.0, 1.0])
+    assert metric.result().item() == (2 * 2 * 2 + 2 * 3) / 4
+    assert pickle.loads(pickle.dumps(metric)).result().item() == 3.5
+
+
+def test_mean_of_a_function_that_averages_already():
+    metric = ts.metrics.MeanMetricWrapper(lambda y, p: (y - p).mean(), name="difference")
+    with pytest.raises(InvalidArgumentError, match=r"'difference' must return one value for each example"):
+        metric.update_state(torch.ones(2), torch.ones(2))
+
+
+def test_mean_of_scaled_losses_is_too_small():
+    """The tutorial's note: Mean divides the sum of the replicas' scaled losses once more, by their number."""
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        scaled, per_example = ts.metrics.Mean(), ts.metrics.Mean()
+
+    def step(losses):
+        loss = ts.nn.compute_average_loss(losses, global_batch_size=4)
+        scaled.update_state(loss)
+        per_example.update_state(losses)
+        return loss
+
+    (losses,) = strategy.experimental_distribute_dataset(torch.tensor([2.0, 3.0, 4.0, 5.0]), batch_size=4)
+    loss = strategy.reduce("SUM", strategy.run(step, args=(losses,)), axis=None)
+    assert (loss.item(), per_example.result().item(), scaled.result().item()) == (3.5, 3.5, 1.75)
+
+
+def test_every_example_counts_once_whatever_its_size():
+    metric = ts.metrics.Mean()
+    metric.update_state([[1.0, 3.0, 5.0, 7.0]])
+    metric.update_state([[10.0]])
+    assert metric.result().item() == 7.0

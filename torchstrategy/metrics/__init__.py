@@ -8,12 +8,81 @@ from typing import TYPE_CHECKING, Any
 from torchstrategy.metrics import sync as _sync  # noqa: F401 - registers what torchmetrics' classes do over replicas
 
 if TYPE_CHECKING:
-    from torchstrategy.metrics.classification import SparseCategoricalAccuracy
-    from torchstrategy.metrics.mean import Mean
+    from torchstrategy.metrics.auc import AUC
+    from torchstrategy.metrics.base import Metric
+    from torchstrategy.metrics.classification import (
+        Accuracy,
+        BinaryAccuracy,
+        CategoricalAccuracy,
+        SparseCategoricalAccuracy,
+        SparseTopKCategoricalAccuracy,
+        TopKCategoricalAccuracy,
+    )
+    from torchstrategy.metrics.confusion import (
+        FalseNegatives,
+        FalsePositives,
+        Precision,
+        Recall,
+        TrueNegatives,
+        TruePositives,
+    )
+    from torchstrategy.metrics.iou import IoU, MeanIoU
+    from torchstrategy.metrics.mean import Mean, MeanMetricWrapper, Sum
+    from torchstrategy.metrics.regression import (
+        MeanAbsoluteError,
+        MeanAbsolutePercentageError,
+        MeanSquaredError,
+        RootMeanSquaredError,
+    )
 
-__all__ = ["Mean", "SparseCategoricalAccuracy"]
+__all__ = [
+    "AUC",
+    "Accuracy",
+    "BinaryAccuracy",
+    "CategoricalAccuracy",
+    "FalseNegatives",
+    "FalsePositives",
+    "IoU",
+    "Mean",
+    "MeanAbsoluteError",
+    "MeanAbsolutePercentageError",
+    "MeanIoU",
+    "MeanMetricWrapper",
+    "MeanSquaredError",
+    "Metric",
+    "Precision",
+    "Recall",
+    "RootMeanSquaredError",
+    "SparseCategoricalAccuracy",
+    "SparseTopKCategoricalAccuracy",
+    "Sum",
+    "TopKCategoricalAccuracy",
+    "TrueNegatives",
+    "TruePositives",
+]
 
-_MODULES = {"Mean": "mean", "SparseCategoricalAccuracy": "classification"}
+_NAMES = {
+    "auc": ("AUC",),
+    "base": ("Metric",),
+    "classification": (
+        "Accuracy",
+        "BinaryAccuracy",
+        "CategoricalAccuracy",
+        "SparseCategoricalAccuracy",
+        "SparseTopKCategoricalAccuracy",
+        "TopKCategoricalAccuracy",
+    ),
+    "confusion": ("FalseNegatives", "FalsePositives", "Precision", "Recall", "TrueNegatives", "TruePositives"),
+    "iou": ("IoU", "MeanIoU"),
+    "mean": ("Mean", "MeanMetricWrapper", "Sum"),
+    "regression": (
+        "MeanAbsoluteError",
+        "MeanAbsolutePercentageError",
+        "MeanSquaredError",
+        "RootMeanSquaredError",
+    ),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:  # torchmetrics takes a second to import: only those who use it wait

@@ -1,17 +1,58 @@
-"""The weighted mean of what it is given."""
+"""Weighted sums and means of what they are given, and means of a function of labels and predictions.
+
+Sums are kept in ``float64`` whatever the values' dtype, so that the order and number of updates don't show.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchstrategy.metrics.base import MeanMetric
+from torchstrategy import errors
+from torchstrategy.metrics.base import Metric
+from torchstrategy.metrics.inputs import as_tensor, matching_weight
 
-__all__ = ["Mean"]
+__all__ = ["Mean", "MeanMetricWrapper", "Sum", "WeightedMean"]
 
 
-class Mean(MeanMetric):
+class WeightedMean(Metric):
+    """A mean over examples, kept as a sum and a count; subclasses call ``_add``.
+
+    Args:
+        name: the metric's name, for logs; ``None`` means the class's name in snake case.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+    """
+
+    def __init__(self, name: str | None = None, dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(name, dtype)
+        self.total: Tensor = self.add_weight("total")
+        self.count: Tensor = self.add_weight("count")
+
+    def _add(self, values: Tensor, sample_weight: Any) -> None:
+        """Add values of ``[batch, ...]``; an example's value is the mean over its other dimensions."""
+        values = values.to(self.total)
+        weight = matching_weight(sample_weight, values, values.dtype)
+        values = values * weight
+        if values.ndim > 1:
+            values, weight = values.flatten(1).mean(1), weight.flatten(1).mean(1)
+        self.total = self.total + values.sum()
+        self.count = self.count + weight.sum()
+
+    def _mean(self) -> Tensor:
+        return torch.where(self.count == 0, 0.0, self.total / torch.where(self.count == 0, 1.0, self.count))
+
+    def result(self) -> Tensor:
+        """Return the mean over all examples since the last reset; 0 if there were none.
+
+        In replica context this is the replica's own, in cross-replica context the one over all replicas.
+        """
+        return self._mean()
+
+
+class Mean(WeightedMean):
     """Weighted mean of values.
 
     Made in a strategy's scope, ``result()`` in cross-replica context is the mean over all examples of all replicas,
@@ -21,7 +62,6 @@ class Mean(MeanMetric):
     Args:
         name: the metric's name, for logs.
         dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
-        kwargs: torchmetrics' arguments.
 
     Example:
         >>> metric = ts.metrics.Mean(name="loss")
@@ -34,10 +74,10 @@ class Mean(MeanMetric):
         tensor(0.)
     """
 
-    def __init__(self, name: str = "mean", dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        super().__init__(name, dtype, **kwargs)
+    def __init__(self, name: str = "mean", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(name, dtype)
 
-    def update(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values.
 
         Args:
@@ -46,6 +86,97 @@ class Mean(MeanMetric):
                 weighs 1.
 
         Raises:
-            InvalidArgumentError: ``sample_weight`` does not fit.
+            InvalidArgumentError: ``sample_weight`` does not fit the values.
         """
-        self._add(torch.as_tensor(values), sample_weight)
+        self._add(as_tensor(values), sample_weight)
+
+
+class Sum(Metric):
+    """Weighted sum of values.
+
+    Made in a strategy's scope, ``result()`` in cross-replica context is the sum over all replicas.
+
+    Args:
+        name: the metric's name, for logs.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. The sum is kept in
+            ``float64``.
+
+    Example:
+        >>> metric = ts.metrics.Sum()
+        >>> metric.update_state(torch.tensor([1.0, 3.0, 5.0, 7.0]), sample_weight=[1, 1, 0, 0])
+        >>> metric.result()
+        tensor(4.)
+    """
+
+    def __init__(self, name: str = "sum", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(name, dtype)
+        self.total: Tensor = self.add_weight("total")
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values.
+
+        Args:
+            values: a scalar or ``[batch, ...]``; ``batch`` may be 0. All elements are added.
+            sample_weight: scalar, ``[batch]``, or broadcastable to ``values``; ``None`` means that every element
+                weighs 1.
+
+        Raises:
+            InvalidArgumentError: ``sample_weight`` does not fit the values.
+        """
+        values = as_tensor(values).to(self.total)
+        self.total = self.total + (values * matching_weight(sample_weight, values, values.dtype)).sum()
+
+    def result(self) -> Tensor:
+        """Return the sum since the last reset.
+
+        In replica context this is the replica's own, in cross-replica context the one over all replicas.
+        """
+        return self.total
+
+
+class MeanMetricWrapper(WeightedMean):
+    """Mean over examples of a function of labels and predictions.
+
+    Args:
+        fn: ``fn(y_true, y_pred, **kwargs)`` returns a value for each example: ``[batch, ...]``.
+        name: the metric's name, for logs; ``None`` means the class's name in snake case.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
+        kwargs: further arguments of ``fn``.
+
+    Example:
+        >>> metric = ts.metrics.MeanMetricWrapper(lambda y_true, y_pred: (y_true - y_pred).abs(), name="distance")
+        >>> metric.update_state(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 5.0]))
+        >>> metric.result()
+        tensor(1.5000)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(name, dtype)
+        self.fn = fn
+        self.fn_kwargs = kwargs
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch. As in tf, labels come first; torchmetrics' own metrics take predictions first.
+
+        Args:
+            y_true: labels, as the function wants them.
+            y_pred: predictions, as the function wants them.
+            sample_weight: scalar, ``[batch]``, or broadcastable to the function's values; ``None`` means that every
+                example weighs 1.
+
+        Raises:
+            InvalidArgumentError: the shapes do not fit, or the function returned a single value.
+        """
+        values = as_tensor(self.fn(y_true, y_pred, **self.fn_kwargs))
+        if values.ndim == 0:  # as one example it would weigh the same however large the batch is
+            raise errors.InvalidArgumentError(
+                f"The function of the metric {self.name!r} must return one value for each example, [batch, ...]. "
+                f"Received a scalar: {values.item()}. Take the mean over an example's own dimensions only."
+            )
+        self._add(values, sample_weight)

@@ -18,7 +18,7 @@ _METRIC = "torchmetrics.metric.Metric"
 _COLLECTION = "torchmetrics.collections.MetricCollection"
 _TRACKER = "torchmetrics.wrappers.tracker.MetricTracker"
 _MIN_MAX = "torchmetrics.wrappers.minmax.MinMaxMetric"
-_KERAS_METRIC = "torchstrategy.metrics.base.KerasMetric"
+_OWN_METRIC = "torchstrategy.metrics.base.Metric"
 
 _OutsideMethod = Callable[..., Any]
 
@@ -69,7 +69,7 @@ def _load_from_state_dict(strategy: Any, bodies: Sequence[Any], state_dict: Any,
 
 
 def _update_and_result(strategy: Any, bodies: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    bodies[0].update(*args, **kwargs)
+    bodies[0].update_state(*args, **kwargs)
     return metric_states.merged_copy(strategy, bodies).result()
 
 
@@ -117,11 +117,11 @@ def _register() -> None:
     for method in ("update", "forward"):
         register_outside_method(_TRACKER, method, _on_first_replica(method))
     register_outside_method(_MIN_MAX, "compute", _compute_min_max)
-    register_outside_method(_KERAS_METRIC, "forward", _update_and_result)
-    register_outside_method(_KERAS_METRIC, "result", _over_all_replicas("result"))
+    register_outside_method(_OWN_METRIC, "forward", _update_and_result)
+    register_outside_method(_OWN_METRIC, "result", _over_all_replicas("result"))
     for method in ("reset_state", "reset_states"):
-        register_outside_method(_KERAS_METRIC, method, _on_each_replica(method))
-    register_outside_method(_KERAS_METRIC, "update_state", _on_first_replica("update_state"))
+        register_outside_method(_OWN_METRIC, method, _on_each_replica(method))
+    register_outside_method(_OWN_METRIC, "update_state", _on_first_replica("update_state"))
 
 
 _register()

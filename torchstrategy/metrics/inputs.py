@@ -1,0 +1,87 @@
+"""What metrics are given: labels, predictions and weights, brought to shapes that fit.
+
+Shapes that don't fit raise, where broadcasting would give a wrong number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import errors
+from torchstrategy.values import DistributedValues
+
+__all__ = ["as_pair", "as_tensor", "matching_weight", "same_shape_pair"]
+
+
+def as_tensor(value: Any, device: torch.device | None = None) -> Tensor:
+    """Return a tensor without a graph.
+
+    Raises:
+        TypeError: the value can't become one.
+    """
+    if isinstance(value, DistributedValues):
+        raise TypeError(
+            f"A metric can't be given a {type(value).__name__}, the values of several replicas. Update it inside "
+            "strategy.run, where each replica gets its own: strategy.run(metric.update_state, args=(values,))."
+        )
+    try:
+        return torch.as_tensor(value, device=device).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"A metric needs tensors, arrays, numbers or lists of numbers. Received: {value!r}") from error
+
+
+def as_pair(y_true: Any, y_pred: Any) -> tuple[Tensor, Tensor]:
+    """Return labels and predictions as tensors on the predictions' device, without a graph."""
+    predictions = as_tensor(y_pred)
+    return as_tensor(y_true, predictions.device), predictions
+
+
+def same_shape_pair(y_true: Any, y_pred: Any, remedy: str = "(Labels come first, as in tf.)") -> tuple[Tensor, Tensor]:
+    """Return labels and predictions, which must have one shape, except that either may have one more dimension of 1.
+
+    Raises:
+        InvalidArgumentError: the shapes do not fit.
+    """
+    labels, predictions = as_pair(y_true, y_pred)
+    fitting_labels, fitting_predictions = labels, predictions
+    if labels.ndim == predictions.ndim + 1 and labels.shape[-1] == 1:
+        fitting_labels = labels.squeeze(-1)
+    elif predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
+        fitting_predictions = predictions.squeeze(-1)
+    if fitting_labels.ndim == 0 or fitting_labels.shape != fitting_predictions.shape:
+        raise errors.InvalidArgumentError(
+            "y_true and y_pred must have the same shape, with the batch first. Received: y_true "
+            f"{tuple(labels.shape)}, y_pred {tuple(predictions.shape)}. {remedy}"
+        )
+    return fitting_labels, fitting_predictions
+
+
+def matching_weight(sample_weight: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weights in the shape of the values; ``[batch]`` and ``[batch, 1]`` weights count for whole examples.
+
+    Args:
+        sample_weight: a scalar, one entry for each example, or broadcastable to the values; ``None`` means 1.
+        values: ``[batch, ...]``.
+        dtype: dtype of the result.
+
+    Raises:
+        InvalidArgumentError: the shape does not fit.
+    """
+    if sample_weight is None:
+        return torch.ones_like(values, dtype=dtype)
+    weight = as_tensor(sample_weight, values.device).to(dtype)
+    original = tuple(weight.shape)
+    if weight.ndim == values.ndim + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    elif 0 < weight.ndim < values.ndim:
+        weight = weight.reshape(*weight.shape, *(1,) * (values.ndim - weight.ndim))
+    try:
+        return weight.broadcast_to(values.shape)
+    except RuntimeError as error:
+        raise errors.InvalidArgumentError(
+            f"sample_weight must be a scalar, have one entry for each example, or be broadcastable to the values' "
+            f"shape {tuple(values.shape)}. Received shape {original}"
+        ) from error

@@ -1,0 +1,168 @@
+"""Intersection over union, from the confusion matrix of all classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import errors
+from torchstrategy.metrics.base import Metric
+from torchstrategy.metrics.confusion import divide_no_nan
+from torchstrategy.metrics.inputs import as_pair, matching_weight, same_shape_pair
+
+__all__ = ["IoU", "MeanIoU"]
+
+
+class IoU(Metric):
+    """Mean intersection over union of some classes: ``true positives / (true + false positives + false negatives)``.
+
+    Made in a strategy's scope, ``result()`` in cross-replica context is that of all examples of all replicas: the
+    confusion matrices are added. Classes that neither occur nor are predicted are left out of the mean.
+
+    Args:
+        num_classes: the number of classes.
+        target_class_ids: the classes in the mean.
+        name: the metric's name, for logs; ``None`` means the class's name in snake case, here ``"io_u"``.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Counts are kept in
+            ``float64``.
+        ignore_class: the label of elements that don't count, such as 255; it need not be a class. ``None`` means none.
+        sparse_y_true: labels are class ids; otherwise they are one-hot or probabilities along ``axis``.
+        sparse_y_pred: predictions are class ids; otherwise they are logits or probabilities along ``axis``.
+        axis: the dimension of the classes, where ids are not given.
+
+    Raises:
+        ValueError: there is no class, or a target class is not one of them.
+
+    Example:
+        >>> metric = ts.metrics.IoU(num_classes=2, target_class_ids=[0])
+        >>> metric.update_state([0, 0, 1, 1], [0, 1, 0, 1])
+        >>> metric.result()
+        tensor(0.3333)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        target_class_ids: Sequence[int],
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        ignore_class: int | None = None,
+        sparse_y_true: bool = True,  # noqa: FBT001, FBT002 - tf's arguments
+        sparse_y_pred: bool = True,  # noqa: FBT001, FBT002
+        axis: int = -1,
+    ) -> None:
+        super().__init__(name, dtype)
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1. Received: {num_classes}")
+        targets = list(target_class_ids)
+        if not targets or min(targets) < 0 or max(targets) >= num_classes:
+            raise ValueError(f"target_class_ids must be in [0, {num_classes}). Received: {target_class_ids!r}")
+        self.num_classes = num_classes
+        self.target_class_ids = targets
+        self.ignore_class = ignore_class
+        self.sparse_y_true = sparse_y_true
+        self.sparse_y_pred = sparse_y_pred
+        self.axis = axis
+        self.total_cm: Tensor = self.add_weight("total_confusion_matrix", (num_classes, num_classes))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch. As in tf, labels come first; torchmetrics' own metrics take predictions first.
+
+        Args:
+            y_true: class ids, ``[batch, ...]``, or with one more dimension of the classes; ``batch`` may be 0.
+            y_pred: class ids, ``[batch, ...]``, or with one more dimension of the classes.
+            sample_weight: scalar, ``[batch]``, or broadcastable to the ids; ``None`` means that everything weighs 1.
+
+        Raises:
+            InvalidArgumentError: the shapes do not fit, or an id that counts is none of a class.
+        """
+        labels, predictions = as_pair(y_true, y_pred)
+        labels = labels if self.sparse_y_true else self._most_probable("y_true", labels)
+        predictions = predictions if self.sparse_y_pred else self._most_probable("y_pred", predictions)
+        labels, predictions = same_shape_pair(
+            labels,
+            predictions,
+            "For logits, probabilities or one-hot vectors, make the metric with sparse_y_pred=False or "
+            "sparse_y_true=False.",
+        )
+        weight = matching_weight(sample_weight, labels, self.total_cm.dtype).flatten()
+        labels, predictions = labels.flatten(), predictions.flatten()
+        if self.ignore_class is not None:
+            counts = labels != self.ignore_class
+            labels, predictions, weight = labels[counts], predictions[counts], weight[counts]
+        self._check_ids("y_true", labels)
+        self._check_ids("y_pred", predictions)
+        cells = labels.to(torch.int64) * self.num_classes + predictions.to(torch.int64)
+        added = weight.new_zeros(self.num_classes**2).index_add(0, cells, weight)
+        self.total_cm = self.total_cm + added.reshape(self.num_classes, self.num_classes).to(self.total_cm)
+
+    def result(self) -> Tensor:
+        """Return the mean over the target classes since the last reset; 0 if none of them occurred.
+
+        In replica context this is the replica's own, in cross-replica context the one over all replicas.
+        """
+        intersection = self.total_cm.diagonal()
+        union = self.total_cm.sum(0) + self.total_cm.sum(1) - intersection
+        intersection, union = intersection[self.target_class_ids], union[self.target_class_ids]
+        return divide_no_nan(divide_no_nan(intersection, union).sum(), (union != 0).sum())
+
+    def _most_probable(self, argument: str, scores: Tensor) -> Tensor:
+        if not -scores.ndim <= self.axis < scores.ndim or scores.shape[self.axis] != self.num_classes:
+            raise errors.InvalidArgumentError(
+                f"{argument} must have {self.num_classes} classes along axis {self.axis}. Received "
+                f"{tuple(scores.shape)}. If it holds class ids, make the metric with sparse_{argument}=True."
+            )
+        if scores.isnan().any():
+            raise errors.InvalidArgumentError(f"{argument} must be numbers. Received nan.")
+        return scores.argmax(self.axis)
+
+    def _check_ids(self, argument: str, ids: Tensor) -> None:
+        invalid = (ids < 0) | (ids >= self.num_classes) | (ids != ids.to(torch.int64))
+        if invalid.any():
+            raise errors.InvalidArgumentError(
+                f"{argument} must hold class ids in [0, {self.num_classes}). Received {ids[invalid][0].item()}. Labels "
+                "that don't count are given by ignore_class; for logits or probabilities, make the metric with "
+                f"sparse_{argument}=False."
+            )
+
+
+class MeanIoU(IoU):
+    """Mean intersection over union of all classes: ``true positives / (true + false positives + false negatives)``.
+
+    Made in a strategy's scope, ``result()`` in cross-replica context is that of all examples of all replicas: the
+    confusion matrices are added. Classes that neither occur nor are predicted are left out of the mean.
+
+    Args:
+        num_classes: the number of classes.
+        name: the metric's name, for logs; ``None`` means ``"mean_io_u"``, as in tf.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Counts are kept in
+            ``float64``.
+        ignore_class: the label of elements that don't count, such as 255; it need not be a class. ``None`` means none.
+        sparse_y_true: labels are class ids; otherwise they are one-hot or probabilities along ``axis``.
+        sparse_y_pred: predictions are class ids; otherwise they are logits or probabilities along ``axis``.
+        axis: the dimension of the classes, where ids are not given.
+
+    Raises:
+        ValueError: there is no class.
+
+    Example:
+        >>> metric = ts.metrics.MeanIoU(num_classes=2)
+        >>> metric.update_state([0, 0, 1, 1], [0, 1, 0, 1], sample_weight=[0.3, 0.3, 0.3, 0.1])
+        >>> metric.result()
+        tensor(0.2381)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        ignore_class: int | None = None,
+        sparse_y_true: bool = True,  # noqa: FBT001, FBT002 - tf's arguments
+        sparse_y_pred: bool = True,  # noqa: FBT001, FBT002
+        axis: int = -1,
+    ) -> None:
+        super().__init__(num_classes, range(num_classes), name, dtype, ignore_class, sparse_y_true, sparse_y_pred, axis)
