@@ -1,0 +1,98 @@
+"""``ts.config``: what tf has under ``tf.config``: the devices of this host, and how functions run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchstrategy.devices import full_device_name, visible_devices
+from torchstrategy.functions import functions_run_eagerly, run_functions_eagerly
+
+__all__ = [
+    "LogicalDevice",
+    "PhysicalDevice",
+    "functions_run_eagerly",
+    "list_logical_devices",
+    "list_physical_devices",
+    "run_functions_eagerly",
+]
+
+
+class PhysicalDevice(NamedTuple):
+    """A device of this host.
+
+    Args:
+        name: such as ``"/physical_device:GPU:0"``.
+        device_type: ``"CPU"``, ``"GPU"``, ...
+    """
+
+    name: str
+    device_type: str
+
+
+class LogicalDevice(NamedTuple):
+    """A device under the name that strategies take.
+
+    Args:
+        name: such as ``"/device:GPU:0"``.
+        device_type: ``"CPU"``, ``"GPU"``, ...
+    """
+
+    name: str
+    device_type: str
+
+
+def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
+    """Return the devices that torch can use on this host.
+
+    Args:
+        device_type: ``"CPU"``, ``"GPU"``, ... in any letter case; ``None`` means all.
+
+    Returns:
+        The CPU, of which torch has one, and then the accelerators; no device for a type that is not there or unknown.
+
+    Raises:
+        TypeError: ``device_type`` is not a string.
+
+    Example:
+        >>> ts.config.list_physical_devices("cpu")
+        [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
+        >>> ts.config.list_physical_devices("abacus")
+        []
+    """
+    return [PhysicalDevice(f"/physical_device:{kind}:{index}", kind) for kind, index in _devices(device_type)]
+
+
+def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
+    """Return the devices of this host under the names that strategies take.
+
+    There is one for each physical device. A program may use more CPU replicas than are listed: ``"cpu:1"`` is always
+    there.
+
+    Args:
+        device_type: ``"CPU"``, ``"GPU"``, ... in any letter case; ``None`` means all.
+
+    Returns:
+        The CPU, then the accelerators; no device for a type that is not there or unknown.
+
+    Raises:
+        TypeError: ``device_type`` is not a string.
+
+    Example:
+        >>> devices = ts.config.list_logical_devices("CPU")
+        >>> devices
+        [LogicalDevice(name='/device:CPU:0', device_type='CPU')]
+        >>> ts.MirroredStrategy([device.name for device in devices]).num_replicas_in_sync
+        1
+    """
+    return [LogicalDevice(f"/device:{kind}:{index}", kind) for kind, index in _devices(device_type)]
+
+
+def _devices(device_type: str | None) -> list[tuple[str, int]]:
+    """Return types in tf's spelling and indices."""
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(f"device_type must be a string such as 'GPU', or None. Received: {device_type!r}")
+    *accelerators, cpu = visible_devices()
+    found = [full_device_name(torch.device(name)).split(":")[-2:] for name in (cpu, *accelerators)]
+    return [(kind, int(index)) for kind, index in found if device_type is None or kind == device_type.upper()]

@@ -1,0 +1,361 @@
+"""``ts.function``: runs a Python function as it is written, and compiles the modules that it calls.
+
+``nn.Module.__call__`` looks at the attribute ``_compiled_call_impl``. The class attribute becomes a descriptor, which
+gives the outermost modules that are called inside a ``ts.function`` a switch between plain and compiled calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_hooks
+
+from torchstrategy import tree
+from torchstrategy.devices import visible_devices
+from torchstrategy.log import info_once, logger
+from torchstrategy.replicas.adapters import is_a
+
+__all__ = ["function", "functions_run_eagerly", "run_functions_eagerly"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Where a module is compiled unless the function says otherwise. On a CPU the tutorial's net takes 16 s to compile and
+#: is no faster then.
+_COMPILED_BY_DEFAULT = ("cuda", "xpu")
+
+_runs_eagerly = False
+#: The running function; ``None`` inside the modules that it calls. Threads of replicas inherit it.
+_current_call: ContextVar[_Call | None] = ContextVar("torchstrategy_function_call", default=None)
+_switches: weakref.WeakKeyDictionary[nn.Module, _Switch] = weakref.WeakKeyDictionary()
+_compiled: dict[Any, _CompiledForward] = {}
+
+
+@overload
+def function(
+    func: Callable[P, R],
+    input_signature: Any = ...,
+    autograph: bool = ...,  # noqa: FBT001 - tf's signature
+    jit_compile: bool | None = ...,  # noqa: FBT001
+    reduce_retracing: bool = ...,  # noqa: FBT001
+    *,
+    backend: str | Callable[..., Any] = ...,
+) -> Callable[P, R]: ...
+
+
+@overload
+def function(
+    func: None = ...,
+    input_signature: Any = ...,
+    autograph: bool = ...,  # noqa: FBT001 - tf's signature
+    jit_compile: bool | None = ...,  # noqa: FBT001
+    reduce_retracing: bool = ...,  # noqa: FBT001
+    *,
+    backend: str | Callable[..., Any] = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def function(
+    func: Callable[..., Any] | None = None,
+    input_signature: Any = None,
+    autograph: bool = True,  # noqa: FBT001, FBT002 - tf's signature
+    jit_compile: bool | None = None,  # noqa: FBT001
+    reduce_retracing: bool = False,  # noqa: FBT001, FBT002
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+) -> Any:
+    """Return the function, in whose calls modules are compiled by ``torch.compile``. Either context; also a decorator.
+
+    The function's own Python code runs as it is written, in every call, so there is nothing to trace and no need to
+    write it for a tracer. A module that is called in it, or in a function that it gives to ``strategy.run``, runs as it
+    is in the first step and is compiled from the second one on. One that can't be compiled runs as it is, and a line in
+    the log says so; so do modules whose gradients are differentiated again, calls with an empty batch, and all modules
+    while there are global module hooks. Random layers draw other numbers when they are compiled.
+
+    Args:
+        func: any callable; ``None`` returns a decorator.
+        input_signature: without meaning here; accepted for programs written for tf.
+        autograph: without meaning here, too.
+        jit_compile: ``True`` compiles on every device and raises if that fails, ``False`` never compiles. ``None``
+            compiles modules that are on a GPU, and inside another ``ts.function`` means what that one says. On a CPU
+            compiling takes longer than most programs gain.
+        reduce_retracing: compile for any batch size at once, not for the first one before the others.
+        backend: ``torch.compile``'s.
+
+    Returns:
+        A function with the same name, signature and documentation; ``python_function`` is the given one.
+
+    Raises:
+        TypeError: ``func`` is not callable, or ``jit_compile`` is neither a bool nor ``None``.
+
+    Example:
+        >>> @ts.function
+        ... def total(values):
+        ...     result = 0.0
+        ...     for value in values:
+        ...         result += value
+        ...     return result
+        >>> total([1.0, 2.0])
+        3.0
+    """
+    if jit_compile is not None and not isinstance(jit_compile, bool):
+        raise TypeError(f"jit_compile must be True, False or None. Received: {jit_compile!r}")
+    if func is None:
+        return functools.partial(
+            function,
+            input_signature=input_signature,
+            autograph=autograph,
+            jit_compile=jit_compile,
+            reduce_retracing=reduce_retracing,
+            backend=backend,
+        )
+    if not callable(func):
+        raise TypeError(f"ts.function needs a callable. Received: {func!r}")
+    how = _How(jit_compile, True if reduce_retracing else None, backend)
+    plain = func
+
+    @functools.wraps(plain, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        token = _current_call.set(_start(how))
+        try:
+            return plain(*args, **kwargs)
+        except RuntimeError as error:
+            _explain(error)
+            raise
+        finally:
+            _current_call.reset(token)
+
+    wrapper.python_function = plain  # type: ignore[attr-defined]
+    return wrapper
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:  # noqa: FBT001 - tf's signature
+    """Let every ``ts.function`` run its modules as they are, or compile them again.
+
+    Args:
+        run_eagerly: whether modules run as they are.
+
+    Example:
+        >>> ts.config.run_functions_eagerly(True)
+        >>> ts.config.functions_run_eagerly()
+        True
+        >>> ts.config.run_functions_eagerly(False)
+    """
+    global _runs_eagerly
+    _runs_eagerly = bool(run_eagerly)
+
+
+def functions_run_eagerly() -> bool:
+    """Say whether ``run_functions_eagerly(True)`` holds.
+
+    Returns:
+        ``True`` if no ``ts.function`` compiles.
+
+    Example:
+        >>> ts.config.functions_run_eagerly()
+        False
+    """
+    return _runs_eagerly
+
+
+class _How(NamedTuple):
+    """How a function compiles what it calls."""
+
+    jit_compile: bool | None
+    dynamic: bool | None
+    backend: str | Callable[..., Any]
+
+
+class _Call:
+    """A running call of a function that may compile."""
+
+    def __init__(self, how: _How) -> None:
+        self.how = how
+
+
+class _CompiledForward:
+    """``forward`` of a module and of others like it, such as the other replicas'.
+
+    Args:
+        how: how to compile it.
+    """
+
+    def __init__(self, how: _How) -> None:
+        # A code object of its own, because torch counts recompilations, of which it allows 8, by code object.
+        forward = types.FunctionType(_forward.__code__.replace(), globals())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler uses names that torch itself has deprecated
+            self.call = torch.compile(forward, backend=how.backend, dynamic=how.dynamic)
+        self.failed = False
+
+
+def _forward(module: Any, args: Any, kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+class _Finder:
+    """What ``nn.Module._compiled_call_impl`` becomes: ``None``, as before, for all but the outermost modules."""
+
+    def __get__(self, module: nn.Module | None, owner: Any = None) -> Callable[..., Any] | None:
+        call = _current_call.get()
+        if module is None or call is None:
+            return None
+        switch = _switches.get(module)
+        if switch is None and next(module.parameters(), None) is not None:
+            switch = _switches[module] = _Switch(module, call)
+        return switch
+
+
+_finder = _Finder()
+
+
+class _Switch:
+    """Stands between a module's ``__call__`` and its hooks and ``forward``.
+
+    Args:
+        module: the module.
+        first_call: the function call that met it.
+    """
+
+    def __init__(self, module: nn.Module, first_call: _Call) -> None:
+        self._module = weakref.ref(module)
+        self._name = type(module).__name__
+        self._first_call: _Call | None = first_call
+        self._was_called = False
+        # What computes little, was compiled or compiles itself is left alone.
+        self._stays_plain = (
+            "forward" in module.__dict__
+            or isinstance(module, torch.jit.ScriptModule)
+            or is_a(module, "torchmetrics.metric.Metric")
+            or hasattr(module, "_torchdynamo_orig_callable")  # what torch.compile(module) returns
+        )
+        self._forwards: dict[_How, _CompiledForward] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        call = _current_call.get()
+        if call is None:
+            return module._call_impl(*args, **kwargs)
+        token = _current_call.set(None)
+        try:
+            if self._stays_plain or not self._compiles_on(module, call.how) or _must_run_plain(args, kwargs):
+                return module._call_impl(*args, **kwargs)
+            if self._is_first_step(call):
+                result = module._call_impl(*args, **kwargs)
+                self._watch(result)
+                return result
+            return self._call_compiled(module, call.how, args, kwargs)
+        finally:
+            _current_call.reset(token)
+
+    def _compiles_on(self, module: nn.Module, how: _How) -> bool:
+        if how.jit_compile:
+            return True
+        device = next((parameter.device.type for parameter in module.parameters()), None)
+        if device in _COMPILED_BY_DEFAULT:
+            return True
+        info_once(f"{self._name} on {device} is not compiled. ts.function(jit_compile=True) compiles it there.")
+        return False
+
+    def _is_first_step(self, call: _Call) -> bool:
+        """Say whether a module may yet get its parameters, or turn out to have gradients that are differentiated."""
+        was_called, self._was_called = self._was_called, True
+        if self._first_call is not call:
+            self._first_call = None
+        return not was_called or (self._first_call is not None and torch.is_grad_enabled())
+
+    def _watch(self, result: Any) -> None:
+        for leaf in tree.all_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
+
+    def _look_at_gradient(self, gradient: Tensor) -> None:  # noqa: ARG002 - torch's signature
+        self._first_call = None
+        if torch.is_grad_enabled() and not self._stays_plain:  # create_graph=True, which compiled modules can't do
+            self._stays_plain = True
+            logger.info("%s runs as it is, because its gradients are differentiated.", self._name)
+
+    def _call_compiled(self, module: Any, how: _How, args: Any, kwargs: Any) -> Any:
+        forward = self._forwards.get(how)
+        if forward is None:
+            forward = self._forwards[how] = _compiled_forward(module, how)
+        if forward.failed:
+            return module._call_impl(*args, **kwargs)
+        try:
+            return _call_with_hooks(module, forward, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failure = error
+        result = module._call_impl(*args, **kwargs)  # if the error is the user's own, this raises it unwrapped
+        text = str(failure).split("\n\nSet TORCHDYNAMO_VERBOSE")[0].split("\n\nfrom user code")[0]
+        reason = f"{type(failure).__name__}: {' '.join(text.split())}"
+        if how.jit_compile:
+            raise RuntimeError(f"jit_compile=True, but {self._name} can't be compiled: {reason}") from failure
+        forward.failed = True
+        logger.warning(
+            "%s can't be compiled and runs as it is. ts.function(jit_compile=False) doesn't try. %s", self._name, reason
+        )
+        return result
+
+
+def _start(how: _How) -> _Call | None:
+    """Return a call that compiles, or ``None`` where nothing is to be compiled."""
+    if _runs_eagerly:
+        return None
+    outer = _current_call.get()
+    if how.jit_compile is None and outer is not None:
+        return outer
+    if how.jit_compile is None and not any(name.split(":")[0] in _COMPILED_BY_DEFAULT for name in visible_devices()):
+        info_once("No GPU here: a ts.function runs as it is. ts.function(jit_compile=True) compiles for the CPU.")
+        return None
+    if how.jit_compile is False:
+        return None
+    if vars(nn.Module)["_compiled_call_impl"] is not _finder:
+        torch._dynamo.eval_frame.skip_code(_Finder.__get__.__code__)
+        nn.Module._compiled_call_impl = _finder  # type: ignore[assignment]
+    return _Call(how)
+
+
+def _must_run_plain(args: Any, kwargs: Any) -> bool:
+    if torch.compiler.is_compiling() or torch_hooks._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return True
+    # An empty batch would be compiled for itself, as torch compiles sizes 0 and 1, to compute nothing.
+    return any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in tree.all_leaves((args, kwargs)))
+
+
+def _compiled_forward(module: nn.Module, how: _How) -> _CompiledForward:
+    modules = tuple((name, type(child)) for name, child in module.named_modules())
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    key = (how, modules, tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors))
+    if key not in _compiled:
+        info_once(
+            f"Compiling {type(module).__name__}: its next calls take longer. To do without: "
+            "ts.config.run_functions_eagerly(True) or ts.function(jit_compile=False)."
+        )
+        _compiled[key] = _CompiledForward(how)
+    return _compiled[key]
+
+
+def _call_with_hooks(module: Any, forward: _CompiledForward, args: Any, kwargs: Any) -> Any:
+    """Run a module's hooks around the compiled ``forward``, as they run around the plain one."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return forward.call(module, args, kwargs)
+    state = module.__dict__
+    state["forward"] = lambda *a, **k: forward.call(module, a, k)
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        state.pop("forward", None)
+
+
+def _explain(error: RuntimeError) -> None:
+    """Say in an error of the compiler that comes out of the function how to do without."""
+    if hasattr(error, "add_note") and "torch.compile" in str(error) and not getattr(error, "__notes__", None):
+        error.add_note("ts.function(jit_compile=False) runs the modules as they are, without torch.compile.")
