@@ -1,6 +1,21 @@
 """tf.train's names: checkpoints."""
 
-from torchstrategy.checkpoint.checkpoint import Checkpoint, latest_checkpoint
+from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.directory import CheckpointState, get_checkpoint_state, latest_checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
+from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 
-__all__ = ["Checkpoint", "CheckpointManager", "latest_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointLoadStatus",
+    "CheckpointManager",
+    "CheckpointReader",
+    "CheckpointState",
+    "InitializationOnlyStatus",
+    "get_checkpoint_state",
+    "latest_checkpoint",
+    "list_variables",
+    "load_checkpoint",
+    "load_variable",
+]

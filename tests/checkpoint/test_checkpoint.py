@@ -98,6 +98,35 @@ def test_numbers_and_files(prefix, tmp_path):
     assert other.save(prefix) == prefix + "-2"
 
 
+def test_counter_of_what_was_written(prefix):
+    value = torch.tensor(1.0)
+    never_saved = ts.train.Checkpoint(value=value).write(prefix + "-w")
+    saver = ts.train.Checkpoint(value=value)
+    saver.save(prefix)
+    saver.save(prefix)
+    saved_before = saver.write(prefix + "-x")
+
+    checkpoint = ts.train.Checkpoint(value=value)
+    for path in (never_saved, saved_before, prefix + "-2"):
+        checkpoint.read(path).assert_consumed()
+        assert checkpoint.save_counter == 0
+    checkpoint.restore(prefix + "-1").assert_consumed()
+    checkpoint.restore(never_saved).assert_consumed()  # which holds no counter
+    assert checkpoint.save_counter == 1
+    checkpoint.restore(saved_before).assert_consumed()
+    assert checkpoint.save_counter == 2
+    assert checkpoint.save(prefix) == prefix + "-3"
+
+
+@pytest.mark.parametrize("method", ["save", "write", "read", "restore"])
+def test_options(prefix, method):
+    checkpoint = ts.train.Checkpoint(value=torch.tensor(1.0))
+    checkpoint.write(prefix)
+    getattr(checkpoint, method)(prefix, options=None)
+    with pytest.raises(ValueError, match="There are no options for checkpoints"):
+        getattr(checkpoint, method)(prefix, options={})
+
+
 def test_directory_can_be_moved(tmp_path):
     (tmp_path / "old").mkdir()
     ts.train.Checkpoint(value=torch.tensor(1.0)).save(tmp_path / "old" / "ck")
@@ -399,6 +428,13 @@ def test_what_a_checkpoint_cannot_hold(value):
 def test_names_that_an_object_cannot_have(name):
     with pytest.raises(ValueError, match="can't be the name"):
         ts.train.Checkpoint(**{name: torch.tensor(0)})
+    with pytest.raises(ValueError, match="can't be the name"):
+        setattr(ts.train.Checkpoint(), name, torch.tensor(0))
+
+
+def test_repr():
+    checkpoint = ts.train.Checkpoint(model=nn.Linear(1, 1), step=torch.tensor(0))
+    assert repr(checkpoint) == "Checkpoint(model=Linear, step=Tensor)"
 
 
 @pytest.mark.parametrize("keys", [{"a/b": torch.tensor(0)}, {1: torch.tensor(0)}])
@@ -429,7 +465,7 @@ def test_states_that_are_not_plain(prefix):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("method", ["save", "write", "restore"])
+@pytest.mark.parametrize("method", ["save", "write", "read", "restore"])
 def test_refused_in_replica_context(prefix, num_replicas, method):
     checkpoint = ts.train.Checkpoint(value=torch.tensor(0))
     with pytest.raises(RuntimeError, match="in replica context"):

@@ -76,6 +76,56 @@ def test_interval(checkpoint, tmp_path):
     assert again.save() is not None
 
 
+@pytest.mark.parametrize("kind", ["tensor", "variable", "on_read", "object"])
+def test_what_counts_steps(checkpoint, tmp_path, kind):
+    class Trainer:
+        step = 0
+
+        def __int__(self):
+            return self.step
+
+    strategy = ts.MirroredStrategy(devices=["cpu:0", "cpu:1"])
+    on_read = {"synchronization": ts.VariableSynchronization.ON_READ, "aggregation": ts.VariableAggregation.SUM}
+    with strategy.scope():
+        make = {
+            "tensor": lambda: torch.tensor(0),
+            "variable": lambda: ts.Variable(0),
+            "on_read": lambda: ts.Variable(0, **on_read),
+            "object": Trainer,
+        }
+        counter = make[kind]()
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, None, step_counter=counter, checkpoint_interval=4)
+
+    def count():
+        if kind == "object":
+            counter.step += 2
+        elif kind == "tensor":
+            counter.add_(2)
+        elif kind == "variable":
+            counter.assign_add(2)
+        else:
+            strategy.run(lambda: counter.assign_add(torch.tensor(1)))
+
+    saved = []
+    for _ in range(5):
+        saved.append(manager.save() is not None)
+        count()
+    assert saved == [True, False, True, False, True]
+
+
+def test_a_number_counts_no_steps(checkpoint, tmp_path):
+    with pytest.raises(TypeError, match="step_counter is the number 0, which stays what it is"):
+        ts.train.CheckpointManager(checkpoint, tmp_path, None, step_counter=0, checkpoint_interval=3)
+
+
+def test_options(checkpoint, tmp_path):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
+    manager.save(options=None)
+    with pytest.raises(ValueError, match="There are no options"):
+        manager.save(options={})
+    assert checkpoint.save_counter == 1
+
+
 def test_interval_needs_a_counter(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="checkpoint_interval needs a step_counter"):
         ts.train.CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=2)
@@ -84,6 +134,8 @@ def test_interval_needs_a_counter(checkpoint, tmp_path):
 def test_given_number(checkpoint, tmp_path):
     manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
     assert names([manager.save(checkpoint_number=7), manager.save()]) == ["ckpt-7", "ckpt-2"]
+    assert names(manager.checkpoints) == ["ckpt-7", "ckpt-2"]
+    assert names([manager.save(checkpoint_number=torch.tensor(2))]) == ["ckpt-2"]
     assert names(manager.checkpoints) == ["ckpt-7", "ckpt-2"]
 
 

@@ -121,3 +121,72 @@ def restore_from_different_directories(directory):
 def test_managers_that_see_different_directories(process_pool, tmp_path):
     for message in process_pool(2).run(restore_from_different_directories, str(tmp_path)):
         assert "rank 0: ckpt-1\n  rank 1: None" in message
+
+
+def restore_before_the_objects_exist(directory):
+    strategy = ts.MirroredStrategy()
+    saved = make(strategy)
+    strategy.run(train_step, args=(saved,))
+    path = ts.train.Checkpoint(**saved).save(os.path.join(directory, "ck"))
+    checkpoint = ts.train.Checkpoint()
+    with strategy.scope():
+        status = checkpoint.restore(path)
+    fresh = make(strategy)
+    # No rank waits for another while it attaches: the ranks may do so in any order.
+    for name in sorted(fresh, reverse=strategy.workers.rank == 1):
+        setattr(checkpoint, name, fresh[name])
+    status.assert_consumed()
+    later = ts.train.Checkpoint()
+    later.restore(path)
+    with pytest.raises(ValueError, match="has shape"):
+        later.step = torch.zeros(2)
+    for objects in (saved, fresh):
+        strategy.run(train_step, args=(objects,))
+    return (
+        fresh["model"].weight.tolist() == saved["model"].weight.tolist(),
+        fresh["metric"].compute().item(),
+        fresh["step"].item(),
+    )
+
+
+def test_objects_that_are_attached_later(process_pool, tmp_path):
+    assert process_pool(2).run(restore_before_the_objects_exist, str(tmp_path)) == [(True, 6.0, 2)] * 2
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        on_read = {"synchronization": ts.VariableSynchronization.ON_READ, "aggregation": ts.VariableAggregation.SUM}
+        self.register_buffer("seen", ts.Variable(0, **on_read))
+        self.total = ts.Variable(0.0, **on_read)
+
+    def forward(self):
+        number = ts.get_replica_context().replica_id_in_sync_group + 1
+        self.seen.assign_add(torch.tensor(number))
+        self.total.assign_add(torch.tensor(float(number)))
+
+
+def on_read_variables(directory, devices=None, *, restore_only=False):
+    strategy = ts.MirroredStrategy(devices)
+    path = os.path.join(directory, "ck")
+    if not restore_only:
+        with strategy.scope():
+            saved = Counting()
+        strategy.run(lambda: saved())
+        ts.train.Checkpoint(model=saved).write(path)
+    with strategy.scope():
+        fresh = Counting()
+        # Before the processes take the chief's initial values, which must not replace what was restored.
+        ts.train.Checkpoint(model=fresh).read(path).assert_consumed()
+    restored = [int(fresh.seen), float(fresh.total)]
+    strategy.run(lambda: fresh())
+    return [*restored, int(fresh.seen), float(fresh.total)]
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]], ids=["one_replica_each", "two_replicas_each"])
+def test_variables_that_are_aggregated_when_read(process_pool, tmp_path, devices):
+    total = 3 if devices is None else 10
+    results = process_pool(2).run(on_read_variables, str(tmp_path), devices)
+    assert results == [[total, total, 2 * total, 2 * total]] * 2
+    alone = on_read_variables(str(tmp_path), ["cpu:0", "cpu:1", "cpu:2"], restore_only=True)
+    assert alone == pytest.approx([total, total, total + 6, total + 6])

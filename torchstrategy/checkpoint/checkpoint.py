@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from torchstrategy.checkpoint.atomic import (
-    SUFFIX,
-    checkpoint_file,
-    read_checkpoint,
-    read_index,
-    write_checkpoint,
-    write_index,
-)
-from torchstrategy.checkpoint.objects import Plan, Tracked, track_object
+from torchstrategy.checkpoint.agreement import agree_on_restore, agree_on_write
+from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
+from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.restoration import Restoration, join
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
+from torchstrategy.checkpoint.tracked import Plan, Tracked
 from torchstrategy.context import current_replica_context
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 
-__all__ = ["Checkpoint", "latest_checkpoint"]
+__all__ = ["Checkpoint", "check_options"]
 
 _Path = str | os.PathLike[str]
 
@@ -33,12 +29,15 @@ _Path = str | os.PathLike[str]
 class Checkpoint:
     """A group of named objects that are saved to and restored from one file.
 
-    Objects may be modules, optimizers, learning-rate schedulers, gradient scalers, torchmetrics metrics, generators,
-    tensors, anything with ``state_dict`` and ``load_state_dict``, other checkpoints, and dicts, lists and tuples of
-    these. They are attributes of the checkpoint: ``checkpoint.model``. A number goes into a tensor.
+    Objects may be modules, optimizers, learning-rate schedulers, gradient scalers, torchmetrics metrics, variables,
+    generators, tensors, anything with ``state_dict`` and ``load_state_dict``, other checkpoints, and dicts, lists and
+    tuples of these. They are attributes of the checkpoint: ``checkpoint.model``. A number goes into a tensor.
 
     Every process calls ``save`` and ``restore``, in cross-replica context; the chief alone writes. A metric is saved
-    as what all its replicas accumulated.
+    as what all its replicas accumulated, and so is a variable that is aggregated when it is read.
+
+    An object may be attached after ``restore``: it then gets what the checkpoint holds for its name, which waits in
+    memory until then.
 
     Args:
         root: one object that needs no name.
@@ -55,25 +54,30 @@ class Checkpoint:
         >>> path = checkpoint.save(f"{folder.name}/run")
         >>> path.removeprefix(folder.name)
         '/run-1'
-        >>> _ = epoch.fill_(0)
-        >>> status = checkpoint.restore(ts.train.latest_checkpoint(folder.name))
+        >>> later = ts.train.Checkpoint(model=torch.nn.Linear(1, 1))
+        >>> status = later.restore(ts.train.latest_checkpoint(folder.name))
+        >>> status
+        CheckpointLoadStatus(matched=2, missing=0, unused=1)
+        >>> later.epoch = torch.tensor(0)
+        >>> later.epoch
+        tensor(3)
         >>> status.assert_consumed()
         CheckpointLoadStatus(matched=3, missing=0, unused=0)
-        >>> epoch
-        tensor(3)
         >>> folder.cleanup()
     """
 
     _objects: dict[str, Any]
     _save_counter: int
+    _restorations: list[tuple[Restoration, str]]  # with values that may wait for this checkpoint's objects; its path
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
         object.__setattr__(self, "_objects", {})
         object.__setattr__(self, "_save_counter", 0)
+        object.__setattr__(self, "_restorations", [])
         if root is not None:
-            self._add("root", root)
+            self._attach("root", root)
         for name, value in objects.items():
-            self._add(name, value)
+            self._attach(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,21 +86,26 @@ class Checkpoint:
             raise AttributeError(f"The checkpoint has no object {name!r}.") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or hasattr(type(self), name):
+        if name in self.__dict__:
             object.__setattr__(self, name, value)
         else:
-            self._add(name, value)
+            self._attach(name, value)
+
+    def __repr__(self) -> str:
+        objects = ", ".join(f"{name}={type(value).__name__}" for name, value in self._objects.items())
+        return f"{type(self).__name__}({objects})"
 
     @property
     def save_counter(self) -> int:
         """Number of the last ``save``; part of the checkpoint, so that numbering goes on after a restore."""
         return self._save_counter
 
-    def save(self, file_prefix: _Path) -> str:
+    def save(self, file_prefix: _Path, options: None = None) -> str:
         """Write ``<file_prefix>-<number>.pt`` and make it the directory's latest checkpoint.
 
         Args:
             file_prefix: directory and beginning of the name; the directory is made if need be.
+            options: only ``None``: there are none.
 
         Returns:
             The path to give to ``restore``: ``<file_prefix>-<number>``.
@@ -105,41 +114,44 @@ class Checkpoint:
             RuntimeError: called in replica context, or another process could not write.
             OSError: the file can't be written. Earlier checkpoints are unchanged.
             TypeError: a ``state_dict`` holds something else than tensors and plain values.
+            ValueError: an object has no single value to save, such as a lazy module without shapes or a variable
+                that is never aggregated.
         """
+        check_options(options)
         path = f"{os.fspath(file_prefix)}-{self._save_counter + 1}"
         directory, name = os.path.split(path)
         return self._save_as(path, lambda: write_index(directory, {name: time.time()}))
 
-    def write(self, file_prefix: _Path) -> str:
+    def write(self, file_prefix: _Path, options: None = None) -> str:
         """Write ``<file_prefix>.pt``, without a number and without making it the latest checkpoint.
 
         Args:
             file_prefix: the path without suffix; the directory is made if need be.
+            options: only ``None``: there are none.
 
         Returns:
-            The path to give to ``restore``.
+            The path to give to ``read``.
 
         Raises:
             RuntimeError: called in replica context, or another process could not write.
             OSError: the file can't be written. Earlier checkpoints are unchanged.
             TypeError: a ``state_dict`` holds something else than tensors and plain values.
+            ValueError: an object has no single value to save.
         """
+        check_options(options)
         path = os.fspath(file_prefix)
         self._write(path, lambda: None)
         return path
 
-    def restore(self, save_path: _Path | None) -> CheckpointLoadStatus:
-        """Give the objects the values that a checkpoint holds for their names.
-
-        Everything is checked first, on all processes: an error leaves every object as it was. Values that the
-        checkpoint lacks stay as they are; ask the returned status whether that happened.
+    def read(self, save_path: _Path | None, options: None = None) -> CheckpointLoadStatus:
+        """Restore what ``write`` wrote: as ``restore``, but without a change of ``save_counter``.
 
         Args:
-            save_path: what ``save`` or ``latest_checkpoint`` returned; ``None`` restores nothing.
+            save_path: what ``write`` returned; ``None`` restores nothing.
+            options: only ``None``: there are none.
 
         Returns:
-            A status with ``assert_consumed()``, ``assert_existing_objects_matched()``,
-            ``assert_nontrivial_match()`` and ``expect_partial()``.
+            A status, as ``restore`` returns it.
 
         Raises:
             NotFoundError: there is no such file.
@@ -148,33 +160,69 @@ class Checkpoint:
             InvalidArgumentError: a dtype differs.
             RuntimeError: called in replica context, or another process could not restore.
         """
-        _require_cross_replica("restore")
+        check_options(options)
+        return self._read("read", save_path)[0]
+
+    def restore(self, save_path: _Path | None, options: None = None) -> CheckpointLoadStatus:
+        """Give the objects the values that a checkpoint holds for their names.
+
+        Everything is checked first, on all processes: an error leaves every object as it was. Values that the
+        checkpoint lacks stay as they are; ask the returned status whether that happened. Values of names that have no
+        object yet wait until one is attached; a later restore replaces them by its own. Attaching does not
+        communicate, and checks in the same way: if the values don't fit, the object is not attached.
+
+        Args:
+            save_path: what ``save`` or ``latest_checkpoint`` returned; ``None`` restores nothing.
+            options: only ``None``: there are none.
+
+        Returns:
+            A status with ``assert_consumed()``, ``assert_existing_objects_matched()``,
+            ``assert_nontrivial_match()`` and ``expect_partial()``. It always tells the state of now, also after
+            further objects were attached.
+
+        Raises:
+            NotFoundError: there is no such file.
+            DataLossError: it is damaged, a directory, or no checkpoint of this library.
+            ValueError: a shape, a number of parameters or a kind of object differs.
+            InvalidArgumentError: a dtype differs.
+            RuntimeError: called in replica context, or another process could not restore.
+        """
+        check_options(options)
+        status, save_counter = self._read("restore", save_path)
+        if save_counter is not None:
+            self._save_counter = save_counter
+        return status
+
+    def _read(self, method: str, save_path: _Path | None) -> tuple[CheckpointLoadStatus, int | None]:
+        """Restore the objects; return the status and the checkpoint's counter."""
+        _require_cross_replica(f"Checkpoint.{method} was called")
         if save_path is None:
-            return InitializationOnlyStatus()
+            return InitializationOnlyStatus(), None
         path = os.fspath(save_path)
         tracked = self._track()
-        strategy = self._strategy()
+        strategy = _strategy_of(tracked)
         content: dict[str, Any] = {}
-        plans: list[Plan] = []
+        plans: dict[str, Plan] = {}
         error: Exception | None = None
         try:
             content = read_checkpoint(checkpoint_file(path))
-            plans = _plan(tracked, content["objects"], strategy)
+            restoration = Restoration(path, content["objects"])
+            plans = {
+                name: restoration.plan(name, item, strategy) for name, item in tracked.items() if restoration.has(name)
+            }
         except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
             error = raised
-        _agree_on_restore(strategy, path, error)
-        for plan in plans:
-            plan.apply()
-        if content["save_counter"] is not None:
-            object.__setattr__(self, "_save_counter", content["save_counter"])
-        return CheckpointLoadStatus(
-            path, *([name for plan in plans for name in getattr(plan, f)] for f in ("matched", "missing", "unused"))
-        )
+        agree_on_restore(strategy, path, error)
+        for name, plan in plans.items():
+            restoration.give(name, tracked[name], plan)
+        for prefix, item in _walk("", self):
+            if isinstance(item, Checkpoint):
+                item._await(restoration, prefix)
+        return CheckpointLoadStatus(restoration, self._track), content["save_counter"]
 
     def _strategy(self) -> Any:
         """Return the strategy that made the objects, else the current one."""
-        owners = (owner(item.obj) for item in self._track().values())
-        return next((strategy for strategy in owners if strategy is not None), None) or get_strategy()
+        return _strategy_of(self._track())
 
     def _save_as(self, path: str, finish: Callable[[], None]) -> str:
         """Count a save and write it; ``finish`` is called by the chief when the file is complete."""
@@ -186,130 +234,112 @@ class Checkpoint:
             raise
         return path
 
-    def _add(self, name: str, value: Any) -> None:
+    def _attach(self, name: str, value: Any) -> None:
+        """Add an object, or a structure of objects, and give it the values that wait for it."""
         if hasattr(type(self), name) or name.startswith("_"):
             raise ValueError(f"{name!r} can't be the name of an object in a checkpoint. Choose another name.")
-        _flatten(name, value)  # refuses what can't be saved
+        items = dict(_walk(name, value, parents=(self,)))
+        tracked = _track_all(items)
+        sources = [(item, *source) for path, item in tracked.items() if (source := self._waiting_for(path)) is not None]
+        if sources:
+            _require_cross_replica(f"The object {name!r}, for which restored values wait, was attached")
+            strategy = _strategy_of({**self._track(), **tracked})
+            plans = [restoration.plan(saved_name, item, strategy) for item, restoration, saved_name in sources]
+            for (item, restoration, saved_name), plan in zip(sources, plans, strict=True):
+                restoration.give(saved_name, item, plan)
         self._objects[name] = value
+        self._restorations = _still_waiting(self._restorations)
+        for path, item in items.items():
+            if isinstance(item, Checkpoint):
+                for restoration, prefix in self._restorations:
+                    item._await(restoration, join(prefix, path))
+
+    def _waiting_for(self, name: str) -> tuple[Restoration, str] | None:
+        """Return the latest restore that has values for an object's name, and their name in its checkpoint."""
+        found = [(r, join(prefix, name)) for r, prefix in self._restorations if r.has(join(prefix, name))]
+        return max(found, key=lambda source: source[0].number, default=None)
+
+    def _await(self, restoration: Restoration, prefix: str) -> None:
+        """Keep what a restore holds below a name for objects that are attached later; drop what it replaces."""
+        for earlier, path in self._restorations:
+            if earlier.number < restoration.number:
+                for name in restoration.names_under(prefix):
+                    earlier.replace(join(path, name))
+        sources = [*self._restorations, (restoration, prefix)]
+        self._restorations = _still_waiting(sources)
 
     def _track(self) -> dict[str, Tracked]:
-        return _flatten("", self)
+        return _track_all(dict(_walk("", self)))
 
     def _write(self, path: str, finish: Callable[[], None]) -> None:
-        _require_cross_replica("save")
+        _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
-        strategy = self._strategy()
+        strategy = _strategy_of(tracked)
         # What needs all processes comes first: after it only the chief works, and any error of its own is reported.
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
         failure: Exception | None = None
         if strategy.is_chief:
             try:
                 for name, item in tracked.items():
-                    if not item.is_collective:
+                    if name not in states:
                         states[name] = item.capture(strategy)
                 objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
-                write_checkpoint(path + SUFFIX, {"save_counter": self._save_counter, "objects": objects})
+                # A program that numbers its checkpoints itself has no counter to store.
+                write_checkpoint(path + SUFFIX, {"save_counter": self._save_counter or None, "objects": objects})
                 finish()
             except Exception as error:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
                 failure = error
-        _agree_on_write(strategy, path, failure)
+        agree_on_write(strategy, path, failure)
 
 
-def latest_checkpoint(checkpoint_dir: _Path, latest_filename: str | None = None) -> str | None:
-    """Return the path of a directory's latest checkpoint, or ``None`` if there is none.
-
-    Args:
-        checkpoint_dir: the directory that ``Checkpoint.save`` or a manager wrote to. It may have been moved.
-        latest_filename: name of the file that names the checkpoints; ``None`` means ``checkpoint``.
+def _walk(name: str, value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the objects and the checkpoints in a structure with their paths.
 
     Raises:
-        DataLossError: that file is damaged.
-
-    Example:
-        >>> ts.train.latest_checkpoint("no/such/directory") is None
-        True
+        ValueError: a key is no name, or something contains itself.
     """
-    directory = os.fspath(checkpoint_dir)
-    index = read_index(directory, latest_filename)
-    path = os.path.join(directory, index.latest) if index else None
-    return path if path and os.path.isfile(path + SUFFIX) else None
-
-
-def _flatten(name: str, value: Any) -> dict[str, Tracked]:
-    """Return the objects in a structure by their paths."""
     if isinstance(value, Checkpoint):
+        yield name, value
         children: Mapping[Any, Any] = value._objects
     elif type(value) is dict:
         children = value
     elif type(value) in (list, tuple):
         children = {str(i): item for i, item in enumerate(value)}
     else:
-        return {name: track_object(name, value)}
-    found: dict[str, Tracked] = {}
+        yield name, value
+        return
+    if any(value is parent for parent in parents):
+        raise ValueError(f"A checkpoint can't contain itself. Received: {name!r}, which is a part of itself.")
     for key, item in children.items():
         if not isinstance(key, str) or "/" in key or not key:
             raise ValueError(f"The keys of {name!r} in a checkpoint must be names without '/'. Received: {key!r}")
-        found.update(_flatten(f"{name}/{key}" if name else key, item))
-    return found
+        yield from _walk(join(name, key), item, (*parents, value))
 
 
-def _plan(tracked: dict[str, Tracked], saved: dict[str, Any], strategy: Any) -> list[Plan]:
-    plans = []
-    for name, item in tracked.items():
-        if name not in saved:
-            plans.append(Plan(missing=item.leaves()))
-            continue
-        if saved[name]["kind"] != item.kind:
-            raise ValueError(
-                f"{name} is a {item.kind}, but the checkpoint holds a {saved[name]['kind']} under this name. Give the "
-                "objects the names that they were saved under."
-            )
-        plans.append(item.plan(saved[name]["state"], strategy))
-    plans.append(Plan(unused=[name for name in saved if name not in tracked]))
-    return plans
+def _track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
+    return {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Checkpoint)}
+
+
+def _strategy_of(tracked: Mapping[str, Tracked]) -> Any:
+    """Return the strategy that made the objects, else the current one."""
+    owners = (owner(item.obj) for item in tracked.values())
+    return next((strategy for strategy in owners if strategy is not None), None) or get_strategy()
+
+
+def _still_waiting(sources: list[tuple[Restoration, str]]) -> list[tuple[Restoration, str]]:
+    """Return those with values that wait, each once."""
+    return list({(id(r), prefix): (r, prefix) for r, prefix in sources if r.waits_under(prefix)}.values())
+
+
+def check_options(options: object) -> None:
+    """Raise unless there are no options: tf's have no meaning here."""
+    if options is not None:
+        raise ValueError(f"There are no options for checkpoints; pass options=None. Received: {options!r}")
 
 
 def _require_cross_replica(what: str) -> None:
     if current_replica_context() is not None:
         raise RuntimeError(
-            f"Checkpoint.{what} was called in replica context, where every replica would do it at once. Call it "
-            "outside the function that you give to strategy.run, such as after the training loop's step."
+            f"{what} in replica context, where every replica would do it at once. Do it outside the function that you "
+            "give to strategy.run, such as after the training loop's step."
         )
-
-
-def _agree_on_write(strategy: Any, path: str, failure: Exception | None) -> None:
-    """Wait for the chief; raise on every process if it failed."""
-    if strategy.workers is not None:
-        name = os.path.basename(path)
-        report = strategy.workers.exchange(f"writing of checkpoint {name}", _describe(failure))[0]
-        if report is not None:
-            raise RuntimeError(f"Rank 0 could not write the checkpoint {path}: {report}") from failure
-    elif failure is not None:
-        raise failure
-
-
-def _agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
-    """Raise on every process if one of them can't restore, before any has changed anything."""
-    if strategy.workers is None:
-        reports: list[Any] = []
-    else:
-        reports = strategy.workers.exchange("restoring of a checkpoint", [os.path.basename(path), _describe(error)])
-    if error is not None:
-        raise error
-    for rank, (name, report) in enumerate(reports):
-        if report is not None:
-            raise RuntimeError(f"Rank {rank} could not restore the checkpoint {name}, so no rank did: {report}")
-    if len({name for name, _ in reports}) > 1:
-        _raise_different_paths([name for name, _ in reports])
-
-
-def _raise_different_paths(names: list[str]) -> NoReturn:
-    rows = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(names))
-    raise RuntimeError(
-        f"The ranks would restore different checkpoints:\n{rows}\nThe directory must be on a file system that all "
-        "hosts share."
-    )
-
-
-def _describe(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"

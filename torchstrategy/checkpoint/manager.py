@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_index, write_index
-from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.checkpoint import Checkpoint, check_options
 from torchstrategy.log import logger
 
 __all__ = ["CheckpointManager"]
@@ -30,12 +30,13 @@ class CheckpointManager:
         keep_checkpoint_every_n_hours: when a checkpoint would be deleted, keep it for good if the last one kept so is
             at least this many hours older; ``None`` deletes all.
         checkpoint_name: beginning of the file names: ``<checkpoint_name>-<number>.pt``.
-        step_counter: anything that ``int()`` reads the current step from, such as a tensor.
+        step_counter: what ``int()`` reads the current step from: a tensor, a variable, or an object with ``__int__``.
         checkpoint_interval: fewest steps between two saves; ``None`` saves at every call.
         init_fn: called by ``restore_or_initialize`` if there is no checkpoint.
 
     Raises:
         ValueError: ``max_to_keep`` is not positive, or there is an interval without a ``step_counter``.
+        TypeError: the ``step_counter`` is a Python number, which no training loop can change.
 
     Example:
         >>> import tempfile
@@ -65,6 +66,11 @@ class CheckpointManager:
             raise ValueError(
                 "checkpoint_interval needs a step_counter, which says how many steps were made since the last save. "
                 "Pass for example step_counter=torch.tensor(0) and add 1 to it in every step."
+            )
+        if isinstance(step_counter, (int, float)):
+            raise TypeError(
+                f"step_counter is the number {step_counter!r}, which stays what it is. Pass for example "
+                "step_counter=torch.tensor(0) and add 1 to it in every step."
             )
         self._checkpoint = checkpoint
         self._directory = os.fspath(directory)
@@ -107,12 +113,18 @@ class CheckpointManager:
         """Path of the checkpoint that was saved last, or ``None``."""
         return self.checkpoints[-1] if self._times else None
 
-    def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:  # noqa: FBT001, FBT002 - tf's
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,  # noqa: FBT001, FBT002 - tf's
+        options: None = None,
+    ) -> str | None:
         """Save a checkpoint and delete those that are too many.
 
         Args:
-            checkpoint_number: its number; ``None`` goes on counting.
+            checkpoint_number: its number, anything that ``int()`` reads; ``None`` goes on counting.
             check_interval: ``False`` saves even if fewer than ``checkpoint_interval`` steps were made.
+            options: only ``None``: there are none.
 
         Returns:
             The path to give to ``Checkpoint.restore``; ``None`` if it is too early to save.
@@ -121,10 +133,11 @@ class CheckpointManager:
             RuntimeError: called in replica context, or another process could not write.
             OSError: the file can't be written. Earlier checkpoints are unchanged.
         """
+        check_options(options)
         step = None if self._interval is None else int(self._step_counter)
         if check_interval and self._is_too_early(step):
             return None
-        number = self._checkpoint.save_counter + 1 if checkpoint_number is None else checkpoint_number
+        number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
         name = f"{self._name}-{number}"
         times = {n: t for n, t in self._times.items() if n != name} | {name: time.time()}
         deleted, preserved = self._choose_deleted(times)

@@ -1,127 +1,92 @@
-"""What a checkpoint can hold: one class for each kind of object, which captures, checks and restores it.
-
-A restore is planned first: a plan has compared everything in the file with the object and changed nothing. Only when
-all plans of all processes are made is the first object changed.
-"""
+"""What a checkpoint can hold: one class for each kind of object, which captures, checks and restores it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from torchstrategy import errors
-from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.checkpoint.plain import no_shape_message, to_plain
+from torchstrategy.checkpoint.tracked import Plan, Tracked, TrackedTensor, TrackedVariable, check_tensor
 from torchstrategy.replicas import metric_states
+from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.on_read import SyncOnReadVariable
+from torchstrategy.replicas.variables import Variable
 
-__all__ = ["Plan", "Tracked", "track_object"]
-
-
-@dataclass
-class Plan:
-    """How one object will be restored.
-
-    Args:
-        apply: changes the object.
-        matched: names of the values that the object will get.
-        missing: names of the object's values that the checkpoint lacks.
-        unused: names of the checkpoint's values that the object lacks.
-    """
-
-    apply: Callable[[], Any] = lambda: None
-    matched: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-
-
-class Tracked(ABC):
-    """One object in a checkpoint.
-
-    Args:
-        name: its path in the checkpoint, such as ``model`` or ``optimizers/0``.
-        obj: the object.
-    """
-
-    #: Every process must capture it at the same point.
-    is_collective = False
-
-    def __init__(self, name: str, obj: Any) -> None:
-        self.name = name
-        self.obj = obj
-
-    @property
-    def kind(self) -> str:
-        """What the file says the object is."""
-        return type(self).__name__.removeprefix("Tracked").lower()
-
-    @abstractmethod
-    def capture(self, strategy: Any) -> Any:
-        """Return the object's state as plain data."""
-
-    @abstractmethod
-    def plan(self, state: Any, strategy: Any) -> Plan:
-        """Check a captured state against the object.
-
-        Raises:
-            ValueError: it does not fit.
-        """
-
-    def leaves(self) -> list[str]:
-        """Return the names of the object's values."""
-        return [self.name]
+__all__ = ["track_object"]
 
 
 class TrackedModule(Tracked):
-    """A module, matched value by value. Names are those of the module before ``torch.compile``."""
+    """A module, matched value by value. Names are those of the module before ``torch.compile``.
 
-    def capture(self, strategy: Any) -> Any:  # noqa: ARG002
-        state = self.obj.state_dict()
-        result = OrderedDict((_uncompiled(key), to_plain(value, f"{self.name}.{key}")) for key, value in state.items())
+    Its values are those of its ``state_dict`` and the variables that are plain attributes, as in tf.
+    """
+
+    @property
+    def is_collective(self) -> bool:
+        return any(isinstance(value, SyncOnReadVariable) for value in self._state().values())
+
+    def capture(self, strategy: Any) -> Any:
+        state = self._state()
+        result = OrderedDict((_uncompiled(key), self._capture(key, value, strategy)) for key, value in state.items())
         result._metadata = {_uncompiled(key): value for key, value in state._metadata.items()}  # type: ignore[attr-defined]
         return result
 
-    def plan(self, state: Any, strategy: Any) -> Plan:  # noqa: ARG002
-        own = self.obj.state_dict()
+    def plan(self, state: Any, strategy: Any) -> Plan:
+        own = self._state()
         key_of = {_uncompiled(key): key for key in own}
         values = OrderedDict((key_of[name], value) for name, value in state.items() if name in key_of)
-        for key, value in values.items():
-            if isinstance(own[key], Tensor) and not torch.nn.parameter.is_lazy(own[key]):
-                _check_tensor(f"{self.name}.{key}", value, own[key])
+        variables = []
+        for key in list(values):
+            if isinstance(own[key], Variable):
+                variables.append(TrackedVariable(f"{self.name}.{key}", own[key]).plan(values.pop(key), strategy))
+            elif isinstance(own[key], Tensor) and not is_lazy(own[key]):
+                check_tensor(f"{self.name}.{key}", values[key], own[key])
         metadata = getattr(state, "_metadata", {})
         values._metadata = {  # type: ignore[attr-defined]
             key: metadata.get(_uncompiled(key), default) for key, default in own._metadata.items()
         }
+
+        def apply() -> None:
+            self.obj.load_state_dict(values, strict=False)
+            for variable in variables:
+                variable.apply()
+
         return Plan(
-            lambda: self.obj.load_state_dict(values, strict=False),
+            apply,
             [f"{self.name}.{name}" for name in state if name in key_of],
             [f"{self.name}.{name}" for name in key_of if name not in state],
             [f"{self.name}.{name}" for name in state if name not in key_of],
         )
 
     def leaves(self) -> list[str]:
-        return [f"{self.name}.{_uncompiled(key)}" for key in self.obj.state_dict()]
+        return [f"{self.name}.{_uncompiled(key)}" for key in self._state()]
 
+    def _capture(self, key: str, value: Any, strategy: Any) -> Any:
+        name = f"{self.name}.{key}"
+        return TrackedVariable(name, value).capture(strategy) if isinstance(value, Variable) else to_plain(value, name)
 
-class TrackedTensor(Tracked):
-    """A tensor or parameter, restored in place."""
-
-    def capture(self, strategy: Any) -> Any:  # noqa: ARG002
-        return to_plain(self.obj, self.name)
-
-    def plan(self, state: Any, strategy: Any) -> Plan:  # noqa: ARG002
-        _check_tensor(self.name, state, self.obj)
-        return Plan(lambda: self._copy(state), [self.name])
-
-    def _copy(self, value: Tensor) -> None:
-        with torch.no_grad():
-            self.obj.copy_(value)
+    def _state(self) -> Any:
+        """Return the module's ``state_dict`` with its variables in place of their values."""
+        module = bodies(self.obj)[0]
+        registered = itertools.chain(
+            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        )
+        registered_variables = {key: user_variable(value) for key, value in registered if isinstance(value, Variable)}
+        # Reading a variable may need all processes, so that state_dict must not do it.
+        state = self.obj.state_dict(keep_vars=True) if registered_variables else self.obj.state_dict()
+        state.update({key: variable for key, variable in registered_variables.items() if key in state})
+        for prefix, part in module.named_modules(remove_duplicate=False):
+            for name, value in vars(part).items():
+                if isinstance(value, Variable):
+                    state[f"{prefix}.{name}" if prefix else name] = user_variable(value)
+        return state
 
 
 class TrackedStateful(Tracked):
@@ -147,8 +112,10 @@ class TrackedOptimizer(Tracked):
     """An optimizer. Its parameters have no names, so their shapes are kept, to notice another model's optimizer."""
 
     def capture(self, strategy: Any) -> Any:  # noqa: ARG002
-        state = to_plain(self.obj.state_dict(), self.name)
-        return {"class": self._class_name(), "shapes": self._shapes(), "state": state}
+        shapes = self._shapes()
+        if any(None in group for group in shapes):
+            raise ValueError(no_shape_message(f"A parameter of {self.name}"))
+        return {"class": self._class_name(), "shapes": shapes, "state": to_plain(self.obj.state_dict(), self.name)}
 
     def plan(self, state: Any, strategy: Any) -> Plan:  # noqa: ARG002
         if state["class"] != self._class_name():
@@ -157,7 +124,7 @@ class TrackedOptimizer(Tracked):
                 f"{self._class_name()}. Restore it into an optimizer of the same class, or leave it out."
             )
         for group, (saved, own) in enumerate(_zip_longest(state["shapes"], self._shapes())):
-            if saved != own:
+            if not _same_shapes(saved, own):
                 raise ValueError(
                     f"Parameter group {group} of {self.name} does not fit the checkpoint's. "
                     f"{_first_difference(saved, own)} Build the optimizer with the same parameters in the same order "
@@ -168,8 +135,10 @@ class TrackedOptimizer(Tracked):
     def _class_name(self) -> str:
         return type(bodies(self.obj)[0]).__name__
 
-    def _shapes(self) -> list[list[list[int]]]:
-        return [[list(p.shape) for p in group["params"]] for group in self.obj.param_groups]
+    def _shapes(self) -> list[list[list[int] | None]]:
+        """Return each group's shapes; a lazy module's parameter has none yet."""
+        groups = self.obj.param_groups
+        return [[None if is_lazy(p) else list(p.shape) for p in group["params"]] for group in groups]
 
 
 class TrackedGenerator(Tracked):
@@ -194,7 +163,9 @@ class TrackedGenerator(Tracked):
 class TrackedMetric(Tracked):
     """A torchmetrics metric. What all replicas accumulated is saved; a restore gives it to replica 0."""
 
-    is_collective = True
+    @property
+    def is_collective(self) -> bool:
+        return True
 
     def capture(self, strategy: Any) -> Any:
         states = metric_states.merged_states(strategy, bodies(self.obj), resumable=True)
@@ -238,6 +209,7 @@ def track_object(name: str, obj: Any) -> Tracked:
         return TrackedMetric(name, obj)
     for cls, tracked in (
         (nn.Module, TrackedModule),
+        (Variable, TrackedVariable),
         (Tensor, TrackedTensor),
         (torch.optim.Optimizer, TrackedOptimizer),
         (torch.amp.GradScaler, TrackedScaler),
@@ -249,28 +221,13 @@ def track_object(name: str, obj: Any) -> Tracked:
         return TrackedStateful(name, obj)
     raise ValueError(
         f"A checkpoint can't hold {name}={obj!r} of type {type(obj).__name__}: it must be a module, an optimizer, a "
-        "metric, a generator, a tensor, anything with state_dict and load_state_dict, or a dict, list or tuple of "
-        "these. Wrap a number: torch.tensor(0)."
+        "metric, a variable, a generator, a tensor, anything with state_dict and load_state_dict, or a dict, list or "
+        "tuple of these. Wrap a number: torch.tensor(0)."
     )
 
 
 def _uncompiled(key: str) -> str:
     return f"{key}.".replace("_orig_mod.", "")[:-1] if key.endswith("_orig_mod") else key.replace("_orig_mod.", "")
-
-
-def _check_tensor(name: str, saved: Any, own: Tensor) -> None:
-    if not isinstance(saved, Tensor):
-        raise ValueError(f"{name} is a tensor, but the checkpoint holds a {type(saved).__name__} under its name.")
-    if saved.shape != own.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(own.shape)}, but the checkpoint's value has shape {tuple(saved.shape)}. Build "
-            "the object as it was when it was saved."
-        )
-    if saved.dtype != own.dtype:
-        raise errors.InvalidArgumentError(
-            f"{name} has dtype {own.dtype}, but the checkpoint's value has dtype {saved.dtype}. Restore into an object "
-            "of the saved dtype and convert it afterwards."
-        )
 
 
 def _check_metric(name: str, saved: dict[str, Any], metric: Any) -> None:
@@ -299,8 +256,12 @@ def _zip_longest(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
     return list(zip(first + [[]] * (length - len(first)), second + [[]] * (length - len(second)), strict=True))
 
 
+def _same_shapes(saved: list[Any], own: list[Any]) -> bool:
+    return len(saved) == len(own) and all(b is None or a == b for a, b in zip(saved, own, strict=True))
+
+
 def _first_difference(saved: list[Any], own: list[Any]) -> str:
     if len(saved) != len(own):
         return f"It has {len(own)} parameters, the checkpoint's has {len(saved)}."
-    index = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1])
+    index = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if not _same_shapes(*([p] for p in pair)))
     return f"Its parameter {index} has shape {tuple(own[index])}, the checkpoint's has shape {tuple(saved[index])}."

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-__all__ = ["to_plain"]
+__all__ = ["no_shape_message", "to_plain"]
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -23,7 +24,10 @@ def to_plain(value: Any, name: str) -> Any:
 
     Raises:
         TypeError: it holds something else than tensors, numbers, strings and the like.
+        ValueError: a tensor has no shape yet.
     """
+    if is_lazy(value):
+        raise ValueError(no_shape_message(name))
     if isinstance(value, Tensor):
         return _plain_tensor(value)
     if isinstance(value, np.generic):
@@ -40,6 +44,14 @@ def to_plain(value: Any, name: str) -> Any:
     raise TypeError(
         f"{name} is a {type(value).__name__}, which a checkpoint can't hold: it holds tensors, numbers, strings, None, "
         "and dicts, lists, tuples and sets of these. Return such values from state_dict()."
+    )
+
+
+def no_shape_message(name: str) -> str:
+    """Return what to say of a value of a lazy module that was never called."""
+    return (
+        f"{name} has no shape yet, because its lazy module was never called. Call the module once, or restore it, "
+        "before saving."
     )
 
 

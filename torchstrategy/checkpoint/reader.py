@@ -1,0 +1,146 @@
+"""Looking into a checkpoint without the objects that it was made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import errors
+from torchstrategy.checkpoint.atomic import checkpoint_file, read_checkpoint
+from torchstrategy.checkpoint.directory import latest_checkpoint
+
+__all__ = ["CheckpointReader", "list_variables", "load_checkpoint", "load_variable"]
+
+_Path = str | os.PathLike[str]
+
+
+class CheckpointReader:
+    """The tensors of one checkpoint, by name; made by ``load_checkpoint``.
+
+    A name is the object's path in the checkpoint and the keys of its state, joined by dots: ``model.0.weight``,
+    ``optimizer.state.0.exp_avg``. The number of the save is ``save_counter``.
+
+    Args:
+        path: the checkpoint.
+        tensors: its tensors by their names.
+    """
+
+    def __init__(self, path: str, tensors: Mapping[str, Tensor]) -> None:
+        self._path = path
+        self._tensors = dict(sorted(tensors.items()))
+
+    def get_tensor(self, tensor_str: str) -> Tensor:
+        """Return a tensor, on the CPU.
+
+        Args:
+            tensor_str: its name.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        if tensor_str not in self._tensors:
+            raise errors.NotFoundError(
+                f"The checkpoint {self._path} holds no tensor {tensor_str!r}. It holds: {', '.join(self._tensors)}."
+            )
+        return self._tensors[tensor_str].clone()
+
+    def has_tensor(self, tensor_str: str) -> bool:
+        """Say whether there is a tensor of this name."""
+        return tensor_str in self._tensors
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
+        """Return the shape of each tensor by its name."""
+        return {name: list(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def get_variable_to_dtype_map(self) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor by its name."""
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+
+def load_checkpoint(ckpt_dir_or_file: _Path) -> CheckpointReader:
+    """Return a reader of a checkpoint's tensors.
+
+    Args:
+        ckpt_dir_or_file: what ``save`` or ``write`` returned, or a directory, whose latest checkpoint is read.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataLossError: the file is damaged or no checkpoint of this library.
+        ValueError: the directory has no checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = ts.train.Checkpoint(model=torch.nn.Linear(2, 1), step=torch.tensor(3)).write(f"{folder.name}/x")
+        >>> reader = ts.train.load_checkpoint(path)
+        >>> reader.get_variable_to_shape_map()
+        {'model.bias': [1], 'model.weight': [1, 2], 'step': []}
+        >>> reader.get_tensor("step")
+        tensor(3)
+        >>> folder.cleanup()
+    """
+    path = os.fspath(ckpt_dir_or_file)
+    if os.path.isdir(path):
+        latest = latest_checkpoint(path)
+        if latest is None:
+            raise ValueError(f"The directory {path} has no latest checkpoint. Pass the path of a checkpoint.")
+        path = latest
+    content = read_checkpoint(checkpoint_file(path))
+    tensors: dict[str, Tensor] = {}
+    for key, entry in content["objects"].items():
+        tensors.update(_tensors_of(key, _state_of(entry)))
+    if content["save_counter"] is not None:
+        tensors["save_counter"] = torch.tensor(content["save_counter"])
+    return CheckpointReader(path, tensors)
+
+
+def load_variable(ckpt_dir_or_file: _Path, name: str) -> Tensor:
+    """Return one tensor of a checkpoint.
+
+    Args:
+        ckpt_dir_or_file: as for ``load_checkpoint``.
+        name: the tensor's name, as ``list_variables`` says it.
+
+    Raises:
+        NotFoundError: there is no such file, or no such tensor in it.
+        DataLossError: the file is damaged or no checkpoint of this library.
+        ValueError: the directory has no checkpoint.
+    """
+    return load_checkpoint(ckpt_dir_or_file).get_tensor(name)
+
+
+def list_variables(ckpt_dir_or_file: _Path) -> list[tuple[str, list[int]]]:
+    """Return name and shape of each tensor of a checkpoint, in the order of their names.
+
+    Args:
+        ckpt_dir_or_file: as for ``load_checkpoint``.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataLossError: the file is damaged or no checkpoint of this library.
+        ValueError: the directory has no checkpoint.
+    """
+    return list(load_checkpoint(ckpt_dir_or_file).get_variable_to_shape_map().items())
+
+
+def _state_of(entry: dict[str, Any]) -> Any:
+    """Return an object's state without what a checkpoint notes beside it."""
+    state = entry["state"]
+    if entry["kind"] == "metric":  # of one metric, whose name is empty, or of the parts of a collection or wrapper
+        return {name: metric["values"] for name, metric in state.items()}
+    return state["state"] if entry["kind"] == "optimizer" else state
+
+
+def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_of(f"{name}.{key}" if key != "" else name, item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors_of(f"{name}.{i}", item)

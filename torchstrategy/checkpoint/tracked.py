@@ -1,0 +1,148 @@
+"""How a checkpoint treats one object: the base class, and tensors and variables.
+
+A restore is planned first: a plan has compared everything in the file with the object and changed nothing. Only when
+all plans of all processes are made is the first object changed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchstrategy import errors
+from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.options import VariableAggregation
+from torchstrategy.replicas.on_read import SyncOnReadVariable
+
+__all__ = ["Plan", "Tracked", "TrackedTensor", "TrackedVariable", "check_tensor"]
+
+
+@dataclass
+class Plan:
+    """How one object will be restored.
+
+    Args:
+        apply: changes the object.
+        matched: names of the values that the object will get.
+        missing: names of the object's values that the checkpoint lacks.
+        unused: names of the checkpoint's values that the object lacks.
+    """
+
+    apply: Callable[[], Any] = lambda: None
+    matched: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+
+class Tracked(ABC):
+    """One object in a checkpoint.
+
+    Args:
+        name: its path in the checkpoint, such as ``model`` or ``optimizers/0``.
+        obj: the object.
+    """
+
+    def __init__(self, name: str, obj: Any) -> None:
+        self.name = name
+        self.obj = obj
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether every process must capture it at the same point."""
+        return False
+
+    @property
+    def kind(self) -> str:
+        """What the file says the object is."""
+        return type(self).__name__.removeprefix("Tracked").lower()
+
+    @abstractmethod
+    def capture(self, strategy: Any) -> Any:
+        """Return the object's state as plain data."""
+
+    @abstractmethod
+    def plan(self, state: Any, strategy: Any) -> Plan:
+        """Check a captured state against the object.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+
+    def leaves(self) -> list[str]:
+        """Return the names of the object's values."""
+        return [self.name]
+
+
+class TrackedTensor(Tracked):
+    """A tensor or parameter, restored in place."""
+
+    @override
+    def capture(self, strategy: Any) -> Any:
+        return to_plain(self.obj, self.name)
+
+    @override
+    def plan(self, state: Any, strategy: Any) -> Plan:
+        check_tensor(self.name, state, self.obj)
+        return Plan(lambda: self._copy(state), [self.name])
+
+    def _copy(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.obj.copy_(value)
+
+
+class TrackedVariable(TrackedTensor):
+    """A variable. One that is aggregated when it is read is saved as the aggregate, and restored so that it is again.
+
+    A checkpoint doesn't tell it from a tensor: variables can become tensors, and the reverse.
+    """
+
+    @property
+    @override
+    def kind(self) -> str:
+        return "tensor"
+
+    @property
+    @override
+    def is_collective(self) -> bool:
+        return isinstance(self.obj, SyncOnReadVariable)
+
+    @override
+    def capture(self, strategy: Any) -> Any:
+        return to_plain(self.obj.read_value(), self.name)
+
+    @override
+    def plan(self, state: Any, strategy: Any) -> Plan:
+        check_tensor(self.name, state, self.obj)
+        if isinstance(self.obj, SyncOnReadVariable) and self.obj.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self.name} is an ON_READ variable without aggregation: it has no single value that could be "
+                "restored. Give it an aggregation, or leave it out of the checkpoint."
+            )
+        return Plan(lambda: self.obj.assign(state), [self.name])
+
+
+def check_tensor(name: str, saved: Any, own: Tensor) -> None:
+    """Check that a saved value fits a tensor.
+
+    Raises:
+        ValueError: it is no tensor, or its shape differs.
+        InvalidArgumentError: its dtype differs.
+    """
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{name} is a tensor, but the checkpoint holds a {type(saved).__name__} under its name.")
+    if saved.shape != own.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(own.shape)}, but the checkpoint's value has shape {tuple(saved.shape)}. Build "
+            "the object as it was when it was saved."
+        )
+    if saved.dtype != own.dtype:
+        raise errors.InvalidArgumentError(
+            f"{name} has dtype {own.dtype}, but the checkpoint's value has dtype {saved.dtype}. Restore into an object "
+            "of the saved dtype and convert it afterwards."
+        )
