@@ -1,4 +1,4 @@
-"""What the chief of a training recipe tells: messages, a progress bar, TensorBoard events and the learning curve."""
+"""What the chief of a training recipe tells: messages, a progress bar, TensorBoard events, pictures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-COLORS = {"train": "#7a8a99", "test": "#d1495b"}
+COLORS = ("#7a8a99", "#d1495b")
 
 
 class Report:
@@ -50,19 +52,31 @@ class Report:
         yield from tqdm(batches, f"Epoch {epoch}", total, leave=False, disable=hidden, unit="step")
 
     def add_epoch(self, **figures: float) -> None:
-        """Tell the figures of an epoch: losses and accuracies of the training and the test examples."""
+        """Tell the figures of an epoch.
+
+        Args:
+            figures: named ``PART_KIND``, such as ``test_accuracy``; the kind "accuracy" is told in percent.
+        """
         self.epochs.append(figures)
         if self._writer is None:
             return
-        self.say(
-            f"Epoch {len(self.epochs)}, Loss: {figures['train_loss']:.4f}, "
-            f"Accuracy: {100 * figures['train_accuracy']:.2f}, Test Loss: {figures['test_loss']:.4f}, "
-            f"Test Accuracy: {100 * figures['test_accuracy']:.2f}"
-        )
+        texts = [f"Epoch {len(self.epochs)}"]
         for name, value in figures.items():
-            part, _, kind = name.partition("_")
+            part, kind = name.split("_")
+            label = name.removeprefix("train_").replace("_", " ").title()
+            texts.append(f"{label}: {100 * value:.2f}" if kind == "accuracy" else f"{label}: {value:.4f}")
             self._writer.add_scalar(f"{kind}/{part}", value, len(self.epochs))
+        self.say(", ".join(texts))
         self._writer.flush()
+
+    def save_images(self, name: str, images: Tensor) -> None:
+        """Save images ``[number, 1, height, width]`` in [0, 1] as one picture, in rows of ten."""
+        if self._writer is None:
+            return
+        missing = -len(images) % 10
+        rows = nn.functional.pad(images[:, 0].cpu(), (1, 1, 1, 1, 0, missing), value=1.0).unflatten(0, (-1, 10))
+        grid = rows.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+        imsave(self.run_path / name, grid.numpy(), cmap="gray", vmin=0, vmax=1)
 
     def save_learning_curve(self) -> None:
         """Draw the losses and accuracies of all epochs into ``learning_curve.png``."""
@@ -71,26 +85,31 @@ class Report:
 
 
 def draw_learning_curve(epochs: list[dict[str, float]], title: str) -> Figure:
-    """Draw loss and accuracy over the epochs, each for training and test examples.
+    """Draw the figures of all epochs, those of one kind into one diagram.
 
     Args:
-        epochs: the figures of each epoch: ``train_loss``, ``test_loss``, ``train_accuracy`` and ``test_accuracy``.
+        epochs: the figures of each epoch, as ``Report.add_epoch`` takes them.
         title: the heading.
 
     Returns:
-        A figure of 1500 by 660 pixels.
+        A figure 660 pixels high and 750 wide for each kind.
     """
+    kinds: dict[str, list[str]] = {}
+    for name in epochs[-1]:
+        part, kind = name.split("_")
+        kinds.setdefault(kind, []).append(part)
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9aa5b1"}
     with mpl.rc_context(style):
-        figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
+        figure = Figure(figsize=(5 * len(kinds), 4.4), dpi=150, layout="constrained")
         figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
-        for axes, kind in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        diagrams = figure.subplots(1, len(kinds), squeeze=False)[0]
+        for axes, (kind, parts) in zip(diagrams, kinds.items(), strict=True):
             numbers = range(1, len(epochs) + 1)
-            for part, color in COLORS.items():
+            for part, color in zip(parts, COLORS, strict=True):
                 values = [epoch[f"{part}_{kind}"] for epoch in epochs]
                 axes.plot(numbers, values, color=color, linewidth=2.2, marker="o", markersize=4, label=part)
-            end = (len(epochs), values[-1])
-            axes.annotate(f"{end[1]:.3f}", end, (8, 0), textcoords="offset points", va="center", color=color)
+                end = (len(epochs), values[-1])
+                axes.annotate(f"{end[1]:.3f}", end, (8, 0), textcoords="offset points", va="center", color=color)
             axes.set_title(kind.capitalize(), loc="left", fontsize=11)
             axes.set_xlabel("epoch")
             axes.set_xlim(0.7, len(epochs) + max(0.5, 0.09 * len(epochs)))
