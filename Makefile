@@ -4,7 +4,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-slow lint format types docs build clean
+.PHONY: help demo test test-slow lint format types docs notebooks build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
 	@echo "make docs       build the documentation into docs/_build/html, warnings are errors"
+	@echo "make notebooks  run the documentation's notebooks and store what their cells print"
 	@echo "make build      build the source distribution and the wheel into dist/"
 	@echo "make clean      remove the virtual environment and everything that was built"
 
@@ -39,6 +40,9 @@ types: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(RUN) -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
+
+notebooks: $(VENV)/.docs
+	$(RUN) docs/execute_notebooks.py
 
 build: $(VENV)/.dev
 	$(RUN) -m build --no-isolation --outdir dist .

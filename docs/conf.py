@@ -1,4 +1,4 @@
-"""Configuration of Sphinx: Markdown pages, and API pages made from the docstrings."""
+"""Configuration of Sphinx: Markdown pages, notebooks with stored outputs, and API pages made from the docstrings."""
 
 import importlib.metadata
 
@@ -6,9 +6,11 @@ project = "torchstrategy"
 author = "The torchstrategy authors"
 version = release = importlib.metadata.version("torchstrategy")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-source_suffix = {".md": "markdown"}
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["_build"]
+
+nb_execution_mode = "off"  # docs/execute_notebooks.py stores what the cells print
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
