@@ -69,8 +69,7 @@ def all_reduce(s, case):
 
 @reduce_family("all_reduce_in_tf_function_in_run|tf_function_run_all_reduce")
 def all_reduce_in_tf_function(s, case):
-    """There is no tf.function here: a plain call."""
-    return all_reduced(s, "SUM", x)
+    return ts.function(all_reduced)(s, "SUM", ts.function(x))
 
 
 @reduce_family("all_reduce_(empty|empty_list|pyint|none|bool|int_mean|nested|shape_mismatch)")
@@ -96,7 +95,7 @@ def all_reduce_vec(s, case):
 @reduce_family()
 def all_reduce_var(s, case):
     variable = scope_variable(s)
-    return all_reduced(s, "SUM", lambda: variable.value)
+    return all_reduced(s, "SUM", lambda: variable)
 
 
 @reduce_family()

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchstrategy as ts
-from tests.parity.driver import Raw, Variable, context_name, family, mirrored, replica_id
+from tests.parity.driver import Raw, context_name, family, mirrored, replica_id
 from torchstrategy.devices import full_device_name
 from torchstrategy.replicas.record import owner
 
@@ -52,8 +52,8 @@ def truth_in(s, case):
             return truth()
     if where == "update":
         with s.scope():
-            variable = Variable(0.0)
-            return s.extended.update(variable, lambda v: truth())
+            variable = ts.Variable(0.0)
+            return list(s.extended.update(variable, lambda v: truth(), group=False))
     fn = {
         "run": truth_text,
         "merge": lambda: ts.get_replica_context().merge_call(lambda strategy: truth_text()),
@@ -191,7 +191,7 @@ def thread(s, case):
 @context_family()
 def set_strategy(s, case):
     ts.experimental_set_strategy(s)
-    seen = truth(), type(Variable(0.0)).__name__, s.run(truth_text)
+    seen = truth(), type(ts.Variable(0.0)).__name__, s.run(truth_text)
     ts.experimental_set_strategy(None)
     return *seen, truth()
 
@@ -268,7 +268,7 @@ def pickled(s, case):
 
 @context_family()
 def worker_devices(s, case):
-    return tuple(full_device_name(device) for device in s.placement.devices)
+    return s.extended.worker_devices
 
 
 @context_family()
@@ -282,40 +282,35 @@ def parameter_devices(s, case):
 @context_family()
 def variable_created_in_scope(s, case):
     with s.scope():
-        inside = Variable(1.0)
-    outside = Variable(1.0)
+        inside = ts.Variable(1.0)
+    outside = ts.Variable(1.0)
     return owner(inside) is s, owner(outside) is s, type(inside).__name__, type(outside).__name__
 
 
 @context_family()
 def variable_created_in_other_scope(s, case):
     with other_strategy().scope():
-        variable = Variable(1.0)
+        variable = ts.Variable(1.0)
     return s.extended.variable_created_in_scope(variable)
 
 
 @context_family()
 def plain_var_assign_add_in_run(s, case):
-    variable = Variable(1.0)
-
-    def fn():
-        with torch.no_grad():
-            variable.value.add_(1.0)
-
-    s.run(fn)
+    variable = ts.Variable(1.0)
+    s.run(lambda: variable.assign_add(1.0))
     return variable
 
 
 @context_family()
 def var_in_run(s, case):
-    return s.run(lambda: type(Variable(0.0)).__name__)
+    return s.run(lambda: type(ts.Variable(0.0)).__name__)
 
 
 @context_family()
 def var_in_run_values(s, case):
     made = []
-    s.run(lambda: made.append(Variable(replica_id() + 1)))
-    return ([[np.float32(v.value.item()) for v in made]], all(v is made[0] for v in made))
+    s.run(lambda: made.append(ts.Variable(replica_id() + 1)))
+    return [[np.float32(v.item()) for v in s.experimental_local_results(made[0])]], all(v is made[0] for v in made)
 
 
 # the default strategy
@@ -355,5 +350,5 @@ def default(s, case):
         return s.experimental_distribute_values_from_function(lambda ctx: torch.tensor(1.0))
     if which == "var_type":
         with s.scope():
-            return type(Variable(0.0)).__name__
+            return type(ts.Variable(0.0)).__name__
     return Raw(None)

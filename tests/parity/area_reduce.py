@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import torchstrategy as ts
-from tests.parity.driver import Variable, family, per_replica, replica_id
+from tests.parity.driver import family, per_replica, replica_id
 
 reduce_family = functools.partial(family, 2)
 context = ts.get_replica_context
@@ -29,7 +29,7 @@ def in_run(s, fn):
 
 def scope_variable(s):
     with s.scope():
-        return Variable(2.0)
+        return ts.Variable(2.0)
 
 
 @reduce_family()
@@ -55,7 +55,7 @@ def elr(s, case):
 
 @reduce_family()
 def elr_var(s, case):
-    return [(type(v).__name__, v.value.item()) for v in s.experimental_local_results(scope_variable(s))]
+    return [(type(v).__name__, v.item()) for v in s.experimental_local_results(scope_variable(s))]
 
 
 # reduce

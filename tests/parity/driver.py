@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.replicas import record
@@ -33,7 +32,9 @@ TF_NAMES = {
     r"_(?:Mirrored|OneDevice|Default)ReplicaContext": "ReplicaContext",
     r"_DefaultDistributionStrategy": "DefaultStrategy",
     r"EagerTensor": "Tensor",
-    r"MirroredVariable|ResourceVariable": "Variable",
+    r"ResourceVariable": "Variable",
+    r"VariableAggregationV2": "VariableAggregation",
+    r"<tf\.Variable": "<ts.Variable",
     r"_BatchDataset|_VariantDataset": "DataLoader",
     r"RaggedTensor": "NestedTensor",
     r"tensorflow\.python\.distribute\.mirrored_strategy": "torchstrategy.strategies.mirrored",
@@ -59,12 +60,14 @@ EXCEPTIONS: dict[str, tuple[type[Exception], ...]] = {
     "AttributeError": (*_ANY_OF_FOUR, AttributeError),
     "InvalidArgumentError": (ts.errors.InvalidArgumentError,),
     "OutOfRangeError": (ts.errors.OutOfRangeError,),
+    "DataLossError": (ts.errors.DataLossError,),
+    "NotFoundError": (ts.errors.NotFoundError,),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured case; ``host`` is "n3", "onedevice", "default", "central", "outside" or empty."""
+    """One measured case; ``host`` is "n3", "onedevice", "default", "central", "central2", "outside", "none" or empty."""
 
     id: str
     inputs: Any
@@ -74,7 +77,7 @@ class Case:
 
     @property
     def host(self) -> str:
-        found = re.search(r"\.(n\d+|onedevice|default|central|outside)$|^5\.matrix\.(n\d)", self.id)
+        found = re.search(r"\.(n\d+|onedevice|default|central2?|outside|none)$|^5\.matrix\.(n\d)", self.id)
         return (found[1] or found[2]) if found else ""
 
     @property
@@ -84,14 +87,6 @@ class Case:
     @property
     def num_replicas(self) -> int:
         return int(self.host[1:]) if re.fullmatch(r"n\d+", self.host) else 1
-
-
-class Variable(nn.Module):
-    """What stands for a ``tf.Variable``: a parameter inside a module, mirrored if it was made in a scope."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.tensor(float(value)))
 
 
 @dataclass(frozen=True)
@@ -156,10 +151,11 @@ def strategy_for(host: str) -> Any:
         return mirrored(int(host[1:]))
     if host == "onedevice":
         return ts.OneDeviceStrategy("cpu:0")
-    if host == "central":
+    if host.startswith("central"):
         if not hasattr(ts.experimental, "CentralStorageStrategy"):
             raise LookupError("There is no CentralStorageStrategy yet")
-        return ts.experimental.CentralStorageStrategy(compute_devices=["cpu:0"], parameter_device="cpu:0")
+        devices = [f"cpu:{i}" for i in range(int(host.removeprefix("central") or 1))]
+        return ts.experimental.CentralStorageStrategy(compute_devices=devices, parameter_device="cpu:0")
     return ts.get_strategy()
 
 
@@ -270,7 +266,7 @@ _FORMS: list[tuple[Any, Callable[[Any], Any]]] = [
     (np.generic, lambda v: {"kind": f"np.{v.dtype}", "value": _numbers(v.item())}),
     ((int, float), lambda v: {"py": type(v).__name__, "value": _numbers(v)}),
     (ts.DistributedValues, lambda v: {"kind": type(v).__name__, "values": [normalise(part) for part in v.values]}),
-    (Variable, lambda v: _array("Variable", v.value)),
+    (ts.Variable, lambda v: _array(type(v).__name__, v.detach())),
     (torch.Tensor, lambda v: _array("Tensor", v)),
     (np.ndarray, _ndarray),
     (tuple, lambda v: {"tuple": [normalise(part) for part in v]}),
