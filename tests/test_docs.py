@@ -7,6 +7,7 @@ A block after the comment ``<!-- not run: reason -->`` is only compiled.
 import ast
 import contextlib
 import doctest
+import io
 import re
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def run_page(text, name):
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(io.StringIO()):
         run_page(page.read_text(encoding="utf-8"), str(page))
 
 

@@ -17,11 +17,11 @@ LAYERS = [
     {"collectives", "data"},
     {"replicas"},
     {"gradients"},
-    {"optimizer_hooks", "replica_context", "scope"},
+    {"optimizer_hooks", "replica_context", "scope", "extended", "replica_values"},
     {"strategy"},
     {"strategies"},
-    {"nn", "metrics", "checkpoint", "testing"},
-    {"experimental", "train"},
+    {"nn", "metrics", "checkpoint", "testing", "losses", "regularizers", "layer_losses", "functions", "summary"},
+    {"experimental", "train", "config"},
     {"__init__"},
 ]
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}

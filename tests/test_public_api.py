@@ -16,10 +16,14 @@ DOCS_API = Path(__file__).parents[1] / "docs" / "api"
 
 MODULES = [
     "torchstrategy",
+    "torchstrategy.config",
     "torchstrategy.errors",
     "torchstrategy.experimental",
+    "torchstrategy.losses",
     "torchstrategy.metrics",
     "torchstrategy.nn",
+    "torchstrategy.regularizers",
+    "torchstrategy.summary",
     "torchstrategy.testing",
     "torchstrategy.train",
 ]

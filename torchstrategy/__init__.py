@@ -1,6 +1,6 @@
 """tf.distribute for PyTorch: one training program, any number of replicas."""
 
-from torchstrategy import errors, experimental, metrics, nn, testing, train
+from torchstrategy import config, errors, experimental, losses, metrics, nn, regularizers, summary, testing, train
 from torchstrategy.collectives.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -8,9 +8,21 @@ from torchstrategy.collectives.cross_device_ops import (
     ReductionToOneDevice,
 )
 from torchstrategy.data.context import InputContext
+from torchstrategy.functions import function
+from torchstrategy.layer_losses import add_loss, losses_of, regularize
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
-from torchstrategy.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from torchstrategy.options import (
+    InputOptions,
+    InputReplicationMode,
+    ReduceOp,
+    RunOptions,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from torchstrategy.replica_context import ReplicaContext
+from torchstrategy.replicas.distributed_variables import MirroredVariable
+from torchstrategy.replicas.on_read import SyncOnReadVariable
+from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import (
     experimental_set_strategy,
     get_replica_context,
@@ -33,6 +45,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MirroredVariable",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -41,18 +54,30 @@ __all__ = [
     "ReplicaContext",
     "RunOptions",
     "Strategy",
+    "SyncOnReadVariable",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "__version__",
+    "add_loss",
     "compute_average_loss",
+    "config",
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "function",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "losses",
+    "losses_of",
     "metrics",
     "nn",
+    "regularize",
+    "regularizers",
     "scale_regularization_loss",
+    "summary",
     "testing",
     "train",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.log import warn_once
 from torchstrategy.strategies.default import (
     get_replica_context,
     get_strategy,
@@ -72,6 +73,8 @@ def compute_average_loss(
             "with reduction='none', or scale_regularization_loss for a term that is equal on all replicas."
         )
     divisor = _divisor(loss, global_batch_size)
+    if isinstance(divisor, int) and global_batch_size is not None and sample_weight is None:
+        _warn_if_too_small(divisor, loss.shape[0])
     result_dtype, sum_dtype = _dtypes(loss)
     if sample_weight is not None:
         loss = loss.to(sum_dtype) * _matching_weight(sample_weight, loss).to(sum_dtype)
@@ -140,6 +143,31 @@ def _divisor_tensor(global_batch_size: Any) -> Tensor:
     if global_batch_size.device.type == "cpu" and not torch.compiler.is_compiling() and global_batch_size < 0:
         raise errors.InvalidArgumentError(f"global_batch_size must not be negative. Received: {int(global_batch_size)}")
     return global_batch_size
+
+
+def _warn_if_too_small(global_batch_size: int, num_losses: int) -> None:
+    """Warn of a global batch size that is smaller than the batch, and of a batch that every replica got whole."""
+    context = get_replica_context()
+    if torch.compiler.is_compiling() or context is None or context.num_replicas_in_sync == 1 or num_losses == 0:
+        return
+    shares = context.batch_shares
+    remedy = 'Give the number of examples over all replicas, or "actual".'
+    if shares is None and num_losses >= global_batch_size > 0:
+        warn_once(
+            f"This replica alone has {num_losses} losses, and there are {context.num_replicas_in_sync} replicas, but "
+            f"global_batch_size={global_batch_size}. If every replica was given the same batch, the sum over replicas "
+            "counts it several times: iterate over `strategy.experimental_distribute_dataset(dataset)`, which gives "
+            f"each replica its share. {remedy}"
+        )
+    elif (
+        shares is not None
+        and global_batch_size < shares.total
+        and num_losses == shares.shares[context.replica_id_in_sync_group]
+    ):
+        warn_once(
+            f"global_batch_size={global_batch_size}, but this batch has {shares.total} examples over all replicas, so "
+            f"the loss is too large. {remedy}"
+        )
 
 
 def _actual_batch_size(loss: Tensor) -> int | Tensor:

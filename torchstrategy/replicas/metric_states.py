@@ -72,7 +72,7 @@ def merged_states(strategy: Any, bodies: Sequence[Any], *, resumable: bool = Fal
         ValueError: with ``resumable``, some can't: a metric combines its replicas' states only when it computes.
     """
     local = [{name: _read_state(metric) for name, metric in metrics_of(body).items()} for body in bodies]
-    replicas = local if strategy is None or strategy.workers is None else _gather(strategy, local)
+    replicas = local if strategy is None or strategy.workers is None else _gather(strategy, local, _operation(bodies[0]))
     metrics = metrics_of(bodies[0])
     return {
         name: _merge(metric, [states[name] for states in replicas], resumable=resumable)
@@ -141,18 +141,23 @@ def _copy_sharing_tensors(body: Any) -> Any:
     return copy.deepcopy(body, shared)
 
 
-def _gather(strategy: Any, local: Sequence[dict[str, MetricState]]) -> list[dict[str, MetricState]]:
+def _operation(body: Any) -> str:
+    """Return what ranks call the merging: with the metric's name, so that different metrics are not taken for one."""
+    return f"{_OPERATION} of {type(body).__name__} {getattr(body, 'name', '')!s}".rstrip()
+
+
+def _gather(strategy: Any, local: Sequence[dict[str, MetricState]], operation: str) -> list[dict[str, MetricState]]:
     """Return the states of every replica of every process, in the order of replica ids.
 
     The layouts travel as one message and all tensors as one buffer of bytes, however many states there are.
     """
     tensors = [t for states in local for state in states.values() for t in _tensors_of(state)]
     layout = [{name: _describe(state) for name, state in states.items()} for states in local]
-    layouts = strategy.workers.exchange(_OPERATION, layout)
+    layouts = strategy.workers.exchange(operation, layout)
     device = tensor_device(strategy.placement.devices[0])
     data = [t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *data])
-    buffers = strategy.workers.all_gather_tensors(packed, _OPERATION)
+    buffers = strategy.workers.all_gather_tensors(packed, operation)
     replicas = []
     for process_layout, buffer in zip(layouts, buffers, strict=True):
         reader = _Reader(buffer)
