@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
+from torchstrategy import log
 from torchstrategy.errors import InvalidArgumentError
 
 VECTOR = torch.tensor([1.0, 2.0, 3.0])
@@ -244,3 +245,28 @@ def test_under_torch_compile_in_run(num_replicas):
     compiled = torch.compile(lambda x: ts.compute_average_loss(x * 2, global_batch_size="actual"), backend="eager")
     losses = [strategy.reduce("sum", strategy.run(compiled, args=batch), axis=None).item() for batch in dataset]
     assert losses == pytest.approx([5.0, 12.0])
+
+
+@pytest.mark.parametrize(
+    ("size", "is_distributed", "message"),
+    [
+        (3, True, "global_batch_size=3, but this batch has 4 examples over all replicas"),
+        (4, False, "This replica alone has 4 losses, and there are 2 replicas, but global_batch_size=4"),
+    ],
+)
+def test_a_size_smaller_than_the_batch_is_warned_of(size, is_distributed, message, monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    strategy = mirrored(2)
+    values = torch.arange(4.0)
+    losses = next(iter(strategy.experimental_distribute_dataset(values, batch_size=4))) if is_distributed else values
+    with pytest.warns(UserWarning, match=message):
+        strategy.run(ts.nn.compute_average_loss, args=(losses,), kwargs={"global_batch_size": size})
+
+
+@pytest.mark.parametrize(("size", "weight"), [(4, None), (8, None), (5, None), (3, torch.ones(1))])
+def test_sizes_that_are_not_warned_of(size, weight):
+    strategy = mirrored(2)
+    arguments = {"sample_weight": weight, "global_batch_size": size}
+    for losses in strategy.experimental_distribute_dataset(torch.ones(5), batch_size=4):
+        total = strategy.reduce("SUM", strategy.run(ts.nn.compute_average_loss, args=(losses,), kwargs=arguments))
+        assert total == pytest.approx(float(strategy.gather(losses, axis=0).sum()) / size)

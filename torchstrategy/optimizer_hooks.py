@@ -65,7 +65,7 @@ def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int 
             )
         note_backward(tensor, inside=current is not None)
 
-    if parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex()):
+    if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
         required = parameter.requires_grad
         parameter.requires_grad_()  # a frozen one may be trained later
         parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]

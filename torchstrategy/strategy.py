@@ -182,7 +182,10 @@ class Strategy:
         if not callable(fn):
             raise TypeError(f"fn must be callable. Received: {fn!r}")
         if not isinstance(args, (tuple, list)):
-            raise ValueError(f"positional args must be a list or tuple, got {type(args).__name__}: {args!r}")
+            raise ValueError(
+                "positional args must be a list or tuple: `strategy.run(fn, args=(x, y))`. Received a "
+                f"{type(args).__name__}."
+            )
         self._take_up_new()
         contexts = []
         calls = []

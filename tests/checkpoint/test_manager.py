@@ -51,6 +51,11 @@ def test_max_to_keep_must_be_positive(checkpoint, tmp_path, max_to_keep):
         ts.train.CheckpointManager(checkpoint, tmp_path, max_to_keep)
 
 
+def test_takes_a_checkpoint(tmp_path):
+    with pytest.raises(TypeError, match=r"ts.train.Checkpoint\(model=model\). Received a Linear"):
+        ts.train.CheckpointManager(torch.nn.Linear(1, 1), tmp_path, max_to_keep=1)
+
+
 def test_max_to_keep_is_required(checkpoint, tmp_path):
     with pytest.raises(TypeError, match="max_to_keep"):
         ts.train.CheckpointManager(checkpoint, tmp_path)

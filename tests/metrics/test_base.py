@@ -344,3 +344,19 @@ def test_a_number_assigned_to_a_state():
     metric.reset_state()
     strategy.run(lambda: metric.reset_state())
     assert [body.total.tolist() for body in strategy.experimental_local_results(metric)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"), [("assign", "state = x"), ("assign_add", "state [+]= x"), ("assign_sub", "state -= x")]
+)
+def test_states_have_no_methods_of_variables(method, remedy):
+    class Ported(ts.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.total = self.add_weight(name="total")
+
+        def update_state(self, values):
+            getattr(self.total, method)(values.sum())
+
+    with pytest.raises(AttributeError, match=f"Ported.update_state: states are tensors.*{remedy}"):
+        Ported().update_state(torch.ones(2))

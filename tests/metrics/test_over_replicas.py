@@ -1,6 +1,7 @@
 """Every metric under tf's names, over replicas with uneven and empty shares: equal to one that saw all the data."""
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -247,3 +248,43 @@ def test_made_outside_the_scope():
     metric = ts.metrics.Mean()
     strategy.run(lambda: metric.update_state(ts.get_replica_context().replica_id_in_sync_group + 1.0))
     assert metric.result().item() == 2.5  # as measured with tf
+
+
+def metrics_from_outside():
+    strategy = ts.MirroredStrategy()
+    outside = ts.metrics.Mean(name="outside")
+    with strategy.scope():
+        inside = ts.metrics.Mean(name="inside")
+
+    def step():
+        value = torch.tensor(ts.get_replica_context().replica_id_in_sync_group + 1.0)
+        own = ts.metrics.Mean(name="made in run")
+        for metric in (own, inside, outside):
+            metric.update_state(value)
+        return own.result()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = [strategy.run(step).item(), strategy.run(step).item()]
+    return results, inside.result().item(), [str(warning.message) for warning in caught]
+
+
+def test_made_outside_the_scope_of_processes(process_pool):
+    for rank, (results, inside, messages) in enumerate(process_pool(2).run(metrics_from_outside)):
+        assert results == [rank + 1.0, rank + 1.0]
+        assert inside == 1.5
+        (message,) = messages
+        assert message.startswith("Metric 'outside' was made outside `strategy.scope()`")
+
+
+def result_of_one_metric_on_each_rank():
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        metrics = [ts.metrics.Mean(name="loss"), ts.metrics.Mean(name="accuracy")]
+    strategy.run(lambda: None)
+    with pytest.raises(ts.errors.DisagreementError, match="merging of metric states of Mean loss"):
+        metrics[0 if strategy.is_chief else 1].result()
+
+
+def test_ranks_that_compute_different_metrics(process_pool):
+    process_pool(2).run(result_of_one_metric_on_each_rank)

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 import torchstrategy as ts
 from tests.parity.driver import Raw, context_name, family, mirrored, replica_id
-from torchstrategy.devices import full_device_name
 from torchstrategy.replicas.record import owner
 
 context_family = functools.partial(family, 3)

@@ -194,7 +194,9 @@ def shown(s, case):
 def name(s, case):
     with s.scope():
         unnamed, first, second = ts.Variable(1.0), ts.Variable(1.0, name="w"), ts.Variable(1.0, name="w")
-    local_names = [value.name for value in s.experimental_local_results(first)][:2 if s.num_replicas_in_sync < 3 else 3]
+    local_names = [value.name for value in s.experimental_local_results(first)][
+        : 2 if s.num_replicas_in_sync < 3 else 3
+    ]
     return unnamed.name, first.name, second.name, local_names
 
 
@@ -280,5 +282,3 @@ def _with_cross_read(case):
     """The expectation of a pair (local values, value in cross-replica context) in the form of the others."""
     pair = case.expected.get("tuple", [None, None])
     return type(case)(case.id, case.inputs, {"dict": {"cross_read": pair[1]}}, case.tf_bug, case.groups)
-
-

@@ -67,7 +67,7 @@ EXCEPTIONS: dict[str, tuple[type[Exception], ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One measured case; ``host`` is "n3", "onedevice", "default", "central", "central2", "outside", "none" or empty."""
+    """One measured case; ``host`` is "n3", "onedevice", "default", "central", "central2", "outside", "none" or ""."""
 
     id: str
     inputs: Any

@@ -187,6 +187,65 @@ def test_gradient_made_outside_run_is_refused(pair):
     pair.run(lambda: None)
 
 
+def test_functions_on_lists_and_views_reach_every_copy(pair):
+    first, second = make(pair, torch.zeros(2)), make(pair, torch.zeros(2))
+    with torch.no_grad():
+        torch._foreach_add_([first, second], 1.0)
+        first.view(-1)[0] = 5.0  # seen at the next use
+    pair.run(lambda: None)
+    assert local(pair, first) == [[5.0, 1.0]] * 2
+    assert local(pair, second) == [[1.0, 1.0]] * 2
+
+
+def test_copies_that_were_written_one_by_one_stay_different(pair):
+    variable = make(pair, 1.0)
+    pair.extended.update(variable, lambda copy, x: copy.assign(x), args=(pair.run(own_number),))
+    pair.experimental_local_results(variable)[1].assign_add(5.0)
+    pair.run(lambda: None)
+    assert local(pair, variable) == [1.0, 7.0]
+
+
+def test_hook_is_removed_from_every_copy(pair):
+    variable = make(pair, 1.0)
+    seen = []
+    handle = variable.register_hook(lambda grad: seen.append(float(grad)))
+    handle.remove()
+    pair.run(lambda: (variable * own_number()).backward())
+    assert seen == []
+
+
+def test_custom_autograd_function_must_get_the_copy(pair):
+    variable = make(pair, 3.0)
+
+    def gradient(argument):
+        (_Square.apply(argument()) * own_number()).backward()
+        return variable.grad.clone()
+
+    assert local(pair, pair.run(gradient, args=(lambda: variable.view_as(variable),))) == [6.0, 12.0]
+    with pytest.raises(RuntimeError, match="view_as"):
+        pair.run(gradient, args=(lambda: variable,))
+
+
+def test_variable_made_in_inference_mode_can_be_trained(pair):
+    with torch.inference_mode():
+        variable = make(pair, 1.0)
+    pair.run(lambda: (variable * 2).backward())
+    variable.assign(2.0)
+    assert local(pair, variable) == [2.0, 2.0]
+
+
+def test_assigning_the_value_of_an_on_read_variable_in_run(pair):
+    source = make(pair, 0.0, synchronization=ON_READ, aggregation=SUM)
+    total = make(pair, 0.0, aggregation=SUM)
+
+    def fn():
+        source.assign(own_number())
+        total.assign(source)
+
+    pair.run(fn)
+    assert local(pair, total) == [3.0, 3.0]
+
+
 # in modules and optimizers
 
 
@@ -249,6 +308,41 @@ def test_averaged_model_has_variables_of_its_own(pair):
     assert local(pair, average.module.scale) == [[4.0] * 3] * 2
 
 
+def test_averaged_model_of_a_model_that_has_run(pair):
+    with pair.scope():
+        layer = Scale(torch.float32)
+    pair.run(lambda: layer(torch.ones(2, 3)).detach())
+    with pair.scope():
+        average = torch.optim.swa_utils.AveragedModel(layer)
+    assert isinstance(average.module.scale, ts.MirroredVariable)
+    assert isinstance(average.module.examples, ts.SyncOnReadVariable)
+    pair.run(lambda: average(torch.ones(1, 3)).detach())
+    assert (float(average.module.examples), float(layer.examples)) == (6.0, 4.0)
+    assert float(_saved(layer).examples) == 4.0
+
+
+def test_copy_of_a_module_in_run_belongs_to_the_replica(pair):
+    with pair.scope():
+        layer = Scale(torch.float32)
+
+    def fn():
+        own = copy.deepcopy(layer)
+        own.scale.assign(torch.ones(3) * own_number())
+        return own.scale.detach().sum()
+
+    assert local(pair, pair.run(fn)) == [3.0, 6.0]
+    assert local(pair, layer.scale) == [[0.5] * 3] * 2
+
+
+def test_model_called_outside_run_writes_every_copy(pair):
+    with pair.scope():
+        layer = Scale(torch.float32)
+    pair.run(lambda: layer(torch.ones(2, 3)).detach())
+    with pytest.raises(ValueError, match="assign_add"):  # of the ON_READ sum, as of any in cross-replica context
+        layer(torch.ones(2, 3))
+    assert local(pair, layer.calls) == [2, 2]
+
+
 def test_on_read_buffer_in_a_state_dict(pair):
     with pair.scope():
         layer = Scale(torch.float32)
@@ -286,6 +380,7 @@ def test_pickle_and_torch_save_give_plain_variables(pair):
         layer = Scale(torch.float32)
     pair.run(lambda: None)
     assert type(_saved(layer).scale) is ts.Variable
+    assert _saved(variable, weights_only=True).tolist() == [1.0, 2.0]
 
 
 def test_deepcopy_is_a_variable_of_the_same_kind(pair):
@@ -365,8 +460,26 @@ def test_divergence_of_a_trained_variable_is_found(pair):
         pair.run(fn)
 
 
-def _saved(obj):
+def test_foreign_replicas_do_not_assign(pair):
+    variable = make(pair, 1.0)
+    with pytest.raises(RuntimeError, match="belongs to"):
+        ts.MirroredStrategy(cpu_devices(2)).run(lambda: variable.assign_add(1.0))
+    assert local(pair, variable) == [1.0, 1.0]
+
+
+def _saved(obj, *, weights_only=False):
     file = io.BytesIO()
     torch.save(obj, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad

@@ -36,7 +36,8 @@ class CheckpointManager:
 
     Raises:
         ValueError: ``max_to_keep`` is not positive, or there is an interval without a ``step_counter``.
-        TypeError: the ``step_counter`` is a Python number, which no training loop can change.
+        TypeError: ``checkpoint`` is no ``Checkpoint``, or the ``step_counter`` is a Python number, which no training
+            loop can change.
 
     Example:
         >>> import tempfile
@@ -60,6 +61,11 @@ class CheckpointManager:
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
     ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"checkpoint must be a ts.train.Checkpoint, such as ts.train.Checkpoint(model=model). Received a "
+                f"{type(checkpoint).__name__}."
+            )
         if max_to_keep is not None and max_to_keep <= 0:
             raise ValueError(f"Expected a positive integer or None for max_to_keep. Received: {max_to_keep}")
         if checkpoint_interval is not None and step_counter is None:

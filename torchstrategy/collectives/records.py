@@ -10,6 +10,7 @@ import hmac
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -43,6 +44,7 @@ class RecordMesh:
         self._rank = rank
         self._size = size
         self._sockets: dict[int, socket.socket] = {}
+        weakref.finalize(self, _close_all, self._sockets).atexit = False
         if rank == 0:
             store.set("key", secrets.token_hex(_KEY_BYTES // 2))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,6 +108,11 @@ class RecordMesh:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_POLL_S)
         self._sockets[other] = connection
+
+
+def _close_all(sockets: dict[int, socket.socket]) -> None:
+    for connection in sockets.values():
+        connection.close()
 
 
 def _send(connection: socket.socket, message: bytes, check: Check) -> None:

@@ -56,7 +56,8 @@ class Reduction(str, enum.Enum):
             return cls(name.lower() if isinstance(name, str) else name)
         except ValueError:
             raise ValueError(
-                f"{value!r} is not a valid reduction. Expected one of {[member.value for member in cls]}."
+                f"{value!r} is not a valid reduction. Expected one of {[member.value for member in cls]}. (torch's "
+                "'mean' is 'sum_over_batch_size'; under a strategy use 'none' and ts.nn.compute_average_loss.)"
             ) from None
 
 

@@ -25,6 +25,10 @@ from torchstrategy.replicas.mirrored import bodies
 __all__ = ["Metric", "sum_dtype"]
 
 
+#: Methods of tf's variables, and what to write for them where states are tensors.
+_ASSIGNMENTS = {"assign": "self.state = x", "assign_add": "self.state += x", "assign_sub": "self.state -= x"}
+
+
 @dataclass(frozen=True, eq=False)
 class _UnassignedWeight:
     """What ``add_weight`` returns: the attribute that it is assigned to becomes a state of the metric."""
@@ -197,7 +201,17 @@ def _noting_updates(update_state: Callable[..., None]) -> Callable[..., None]:
         count = self._update_count
         # States made in inference mode could not be changed in place outside it.
         with torch.inference_mode(False), torch.no_grad():  # noqa: FBT003 - its name is none for torch.compile
-            update_state(self, *args, **kwargs)
+            try:
+                update_state(self, *args, **kwargs)
+            except AttributeError as error:
+                if error.name not in _ASSIGNMENTS or not isinstance(error.obj, Tensor):
+                    raise
+                raise AttributeError(
+                    f"{type(self).__name__}.update_state: states are tensors, which have no {error.name}(). Write "
+                    f"`{_ASSIGNMENTS[error.name]}`.",
+                    name=error.name,
+                    obj=error.obj,
+                ) from error
         self._update_count = count + 1  # once, although a subclass may call its base class's
         self._computed = None
 
@@ -212,8 +226,8 @@ def _warn_if_it_counts_in_one_process(metric: Metric) -> None:
     recorded = (body for obj in context.strategy.record for body in bodies(obj) if isinstance(body, torch.nn.Module))
     if not any(metric is module for body in recorded for module in body.modules()):
         warn_once(
-            f"Metric {metric.name!r} was made outside `strategy.scope()` and is updated inside `run`: its result is that "
-            "of this process only, and not over all replicas. Make it inside `with strategy.scope():`.",
+            f"Metric {metric.name!r} was made outside `strategy.scope()` and is updated inside `run`: its result is "
+            "that of this process only, and not over all replicas. Make it inside `with strategy.scope():`.",
             stacklevel=4,
         )
     metric._has_its_place = True

@@ -108,6 +108,11 @@ class DistributedVariable(Variable):
     def _update(self, method: str, value: Any) -> Any:
         context = current_replica_context()
         if context is None or context.strategy is not self.strategy:
+            if context is not None and context.num_replicas_in_sync > 1:
+                raise RuntimeError(
+                    f"Variable {self.name!r} belongs to {self.strategy!r} and can't be changed in `run` of "
+                    f"{context.strategy!r}, whose replicas would each do it. Make it in that strategy's scope."
+                )
             self._update_all(method, value)
             return self
         if isinstance(value, Variable):  # while it stands for this replica's copy

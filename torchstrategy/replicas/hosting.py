@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -109,6 +110,8 @@ class DirectHosting(Hosting):
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
+        if self._workers is not None:
+            gc.collect()  # what the program has dropped must be gone on every process alike
         new = self._record.take_new()
         self._slots = None
         for obj in new:
@@ -215,6 +218,8 @@ class ThreadedHosting(Hosting):
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
+        if self._workers is not None:
+            gc.collect()  # what the program has dropped must be gone on every process alike
         new = self._record.take_new()
         try:
             if self._workers is not None:

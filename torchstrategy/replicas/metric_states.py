@@ -72,7 +72,8 @@ def merged_states(strategy: Any, bodies: Sequence[Any], *, resumable: bool = Fal
         ValueError: with ``resumable``, some can't: a metric combines its replicas' states only when it computes.
     """
     local = [{name: _read_state(metric) for name, metric in metrics_of(body).items()} for body in bodies]
-    replicas = local if strategy is None or strategy.workers is None else _gather(strategy, local, _operation(bodies[0]))
+    is_alone = strategy is None or strategy.workers is None
+    replicas = local if is_alone else _gather(strategy, local, _operation(bodies[0]))
     metrics = metrics_of(bodies[0])
     return {
         name: _merge(metric, [states[name] for states in replicas], resumable=resumable)
