@@ -90,3 +90,9 @@ def test_using_a_per_replica_as_a_number_says_what_to_write(use):
 def test_printing_a_per_replica_shows_each_value():
     value = ts.PerReplica((torch.tensor(1.0), torch.tensor(2.0)))
     assert f"{value}" == str(value) == "PerReplica:{\n  0: tensor(1.),\n  1: tensor(2.)\n}"
+
+
+@pytest.mark.parametrize("use", [len, lambda v: v > 1, lambda v: v[0], float])
+def test_a_per_replica_says_what_to_write(use):
+    with pytest.raises(TypeError, match=r"strategy\.reduce"):
+        use(ts.PerReplica((1.0, 2.0)))

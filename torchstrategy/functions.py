@@ -143,6 +143,9 @@ def run_functions_eagerly(run_eagerly: bool) -> None:  # noqa: FBT001 - tf's sig
     Args:
         run_eagerly: whether modules run as they are.
 
+    Raises:
+        TypeError: it is neither ``True`` nor ``False``.
+
     Example:
         >>> ts.config.run_functions_eagerly(True)
         >>> ts.config.functions_run_eagerly()
@@ -150,7 +153,9 @@ def run_functions_eagerly(run_eagerly: bool) -> None:  # noqa: FBT001 - tf's sig
         >>> ts.config.run_functions_eagerly(False)
     """
     global _runs_eagerly
-    _runs_eagerly = bool(run_eagerly)
+    if not isinstance(run_eagerly, bool):
+        raise TypeError(f"run_eagerly must be True or False. Received: {run_eagerly!r}")
+    _runs_eagerly = run_eagerly
 
 
 def functions_run_eagerly() -> bool:

@@ -52,5 +52,6 @@ class Scope:
         if self._frame is not None:
             pop_frame(self._frame)
             stop_recording()
+            self._strategy.hosting.leave_scope()
         stack, self._stack = self._stack, None
         stack.close()

@@ -82,6 +82,17 @@ class DistributedValues:
     def _refuse_arithmetic(self, *_: Any) -> NoReturn:
         raise TypeError(self._outside("arithmetic"))
 
+    def _refuse_comparison(self, *_: Any) -> NoReturn:
+        raise TypeError(self._outside("order"))
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(self._outside("length"))
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(self._outside("elements"))
+
+    __iter__ = None  # else __getitem__ would make it one that can be iterated over
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse_comparison
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
 
     def __getattr__(self, name: str) -> Any:

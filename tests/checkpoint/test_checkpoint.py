@@ -10,6 +10,7 @@ from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.errors import DataLossError, InvalidArgumentError, NotFoundError
+from torchstrategy.log import logger
 
 
 def mirrored(num_replicas):
@@ -324,8 +325,12 @@ class TestStatus:
         assert torch.equal(model[3].weight, untouched)
         assert torch.equal(model[0].weight, make_model()[0].weight)
 
-    def test_nothing_matches(self, saved):
+    def test_nothing_matches(self, saved, monkeypatch):
+        lines = []
+        monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
         status = ts.train.Checkpoint(other=torch.tensor(0.0)).restore(saved)
+        (line,) = lines
+        assert line.startswith("Nothing in the checkpoint ")
         with pytest.raises(ValueError, match=r"Nothing in the checkpoint .* matches"):
             status.assert_nontrivial_match()
         status.expect_partial()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -144,3 +145,87 @@ def test_under_torch_compile():
         model = torch.compile(WithLoss(), backend="eager", fullgraph=True)
     results = strategy.experimental_local_results(strategy.run(lambda: model(X, Y).detach()))
     assert len(results) == 2
+
+
+# functions, and modules made outside the scope: seen in the first run
+
+
+def forget_compiled():
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        dynamo.cached_backends.clear()
+
+
+def functional_warnings(devices, call, num_runs=2):
+    """Call a loss function of the logits in several runs; return the warnings and their files."""
+    log._said.clear()
+    forget_compiled()
+    strategy = strategy_for(devices)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(num_runs):
+            strategy.run(lambda x, y: call(model(x), y).detach(), args=(X, Y))
+    return [(str(warning.message), warning.filename) for warning in caught if warning.category is UserWarning]
+
+
+def mean_function(logits, labels):
+    return nn.functional.cross_entropy(logits, labels)
+
+
+def mean_squares(logits, labels):
+    return nn.functional.mse_loss(logits, torch.ones_like(logits), reduction="mean")
+
+
+def module_made_outside(logits, labels):
+    return MADE_OUTSIDE(logits, labels)
+
+
+MADE_OUTSIDE = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(mean_function, "cross_entropy"), (mean_squares, "mse_loss"), (module_made_outside, "cross_entropy")],
+)
+def test_a_mean_by_a_function_warns_once(call, name, process_pool):
+    ((message, filename),) = functional_warnings(cpu_devices(2), call)
+    assert message.startswith(f"{name} with reduction='mean' averages over this replica's share")
+    assert filename == __file__
+    for caught in process_pool(2).run(functional_warnings, None, call):
+        assert [text for text, _ in caught] == [message]
+
+
+def not_differentiated(logits, labels):
+    return nn.functional.cross_entropy(logits.detach(), labels)
+
+
+def per_example(logits, labels):
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize("call", [not_differentiated, per_example])
+def test_functions_that_do_not_warn(call):
+    assert functional_warnings(cpu_devices(2), call) == []
+    assert functional_warnings([], mean_function) == functional_warnings(cpu_devices(1), mean_function) == []
+
+
+def test_nothing_is_watched_where_models_are_compiled():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    log._said.clear()
+    forget_compiled()
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*averages over")
+        strategy.run(lambda: nn.functional.cross_entropy(compiled(X), Y).detach())
+
+
+def test_a_run_inside_a_run_of_the_first(process_pool):
+    forget_compiled()
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    inner = lambda s: s.reduce("SUM", s.run(lambda: torch.ones(())))  # noqa: E731
+    result = strategy.run(lambda: ts.get_replica_context().merge_call(inner))
+    assert float(result) == 2.0

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -421,3 +422,40 @@ def strategy_on_one_rank() -> None:
     ts.MirroredStrategy()
     if int(os.environ["RANK"]) == 0:
         ts.MirroredStrategy(communication_options=ts.experimental.CommunicationOptions(timeout_seconds=1))
+
+
+def from_different_lines():
+    """Reduce on each rank at a line of its own; return the sum and the warnings."""
+    strategy = ts.MirroredStrategy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if strategy.is_chief:
+                total = strategy.reduce("SUM", torch.tensor(1.0))
+            else:
+                total = strategy.reduce("SUM", torch.tensor(2.0))
+    return float(total), [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def metric_before_the_first_run():
+    """Evaluate without run: each process its own examples."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        metric = ts.metrics.Mean()
+    metric.update_state(torch.tensor([1.0 + strategy.workers.rank]))
+    first = float(metric.result())
+    strategy.run(lambda: metric.update_state(torch.tensor([3.0])))
+    second = float(metric.result())
+    metric.reset_state()
+    return first, second, float(metric.result())
+
+
+def variable_made_outside():
+    """Assign in run to a variable that each process made for itself; return the warnings."""
+    strategy = ts.MirroredStrategy()
+    variable = ts.Variable(0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            strategy.run(lambda: variable.assign_add(1.0))
+    return [str(w.message) for w in caught if w.category is UserWarning]

@@ -157,3 +157,18 @@ def test_unsynchronised_training_is_refused(program, kind, message, process_pool
     for rank in range(2):
         assert isinstance(caught.value.errors[rank], kind), caught.value
         assert message in str(caught.value.errors[rank])
+
+
+def test_collectives_from_different_lines_warn_once(process_pool):
+    for total, (message,) in process_pool(2).run(programs.from_different_lines):
+        assert total == 3.0
+        assert "The ranks meet in Strategy.reduce(SUM), but from different lines:\n  rank 0: programs.py:" in message
+
+
+def test_metric_is_that_of_all_processes_before_the_first_run(process_pool):
+    assert process_pool(2).run(programs.metric_before_the_first_run) == [(1.5, 2.25, 0.0)] * 2
+
+
+def test_assigning_to_a_variable_of_one_process_warns_once(process_pool):
+    for (message,) in process_pool(2).run(programs.variable_made_outside):
+        assert "was not made in a scope" in message

@@ -18,6 +18,7 @@ from torchstrategy.checkpoint.restoration import Restoration, join
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 from torchstrategy.context import current_replica_context
+from torchstrategy.log import logger
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 
@@ -218,7 +219,10 @@ class Checkpoint:
         for prefix, item in _walk("", self):
             if isinstance(item, Checkpoint):
                 item._await(restoration, prefix)
-        return CheckpointLoadStatus(restoration, self._track), content["save_counter"]
+        status = CheckpointLoadStatus(restoration, self._track)
+        if status.missing and not status.matched:
+            logger.warning("Nothing in the checkpoint %s matches an object: %r", path, status)
+        return status, content["save_counter"]
 
     def _strategy(self) -> Any:
         """Return the strategy that made the objects, else the current one."""

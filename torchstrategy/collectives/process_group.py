@@ -26,6 +26,7 @@ from torchstrategy.collectives.packing import pack, plan_buckets, unpack
 from torchstrategy.collectives.records import RecordMesh
 from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, InvalidArgumentError, ReplicaFailedError
+from torchstrategy.log import warn_once
 from torchstrategy.options import CommunicationImplementation, CommunicationOptions
 
 __all__ = ["WorkerGroup"]
@@ -100,6 +101,13 @@ class WorkerGroup:
                 + "\n".join(f"  rank {r}: {row[1]} (number {row[0]}) at {row[2]}" for r, row in enumerate(rows))
                 + "\nEvery rank must make the same collective calls in the same order: look for a call that only "
                 "some ranks make, such as one inside `if rank == 0:`."
+            )
+        if any(row[2] != site for row in rows):  # it may be meant, so this is no error
+            warn_once(
+                f"The ranks meet in {operation}, but from different lines:\n"
+                + "\n".join(f"  rank {r}: {row[2]}" for r, row in enumerate(rows))
+                + "\nIf a rank has left out a call, or made one more, values of different calls are combined. Every "
+                "rank must make the same collective calls in the same order."
             )
         return [row[3] for row in rows]
 

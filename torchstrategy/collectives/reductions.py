@@ -77,6 +77,7 @@ def reduce(
     ops: CrossDeviceOps,
     workers: WorkerGroup | None,
     num_replicas: int,
+    operation: str | None = None,
 ) -> Tensor:
     """Combine one tensor for each replica into one tensor; with ``axis``, over that axis as well.
 
@@ -87,7 +88,7 @@ def reduce(
         ValueError: ``axis`` is not an axis of every tensor.
         InvalidArgumentError: the shapes left after the reduction differ.
     """
-    operation = f"Strategy.reduce({op.name})"
+    operation = operation or f"Strategy.reduce({op.name})"
     if axis is None:
         return all_reduce(op, [tensors], devices[: len(tensors)], ops, workers, num_replicas, operation)[0][0]
     sums = []

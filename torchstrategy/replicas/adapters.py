@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -14,9 +16,11 @@ __all__ = [
     "HandleOfAll",
     "OutsideCall",
     "OutsideMethod",
+    "first_run_modes",
     "is_a",
     "outside_methods",
     "prepare_body",
+    "register_first_run_mode",
     "register_outside_method",
     "register_preparation",
 ]
@@ -24,6 +28,7 @@ __all__ = [
 OutsideMethod = Callable[..., Any]
 
 _methods: dict[str, dict[str, OutsideMethod]] = {}
+_first_run_modes: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
 _preparations: dict[str, Callable[[Any, int], None]] = {}
 
 
@@ -70,6 +75,22 @@ def prepare_body(body: Any, local_id: int) -> None:
         fn = _preparations.get(f"{base.__module__}.{base.__qualname__}")
         if fn is not None:
             fn(body, local_id)
+
+
+def register_first_run_mode(make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Enter what ``make`` returns around each replica's function in the first run over several replicas."""
+    _first_run_modes.append(make)
+
+
+@contextlib.contextmanager
+def first_run_modes() -> Iterator[None]:
+    """Enter the registered modes; not where torch.compile is used, which would compile for them and then anew."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    compiles = dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
+    with contextlib.ExitStack() as stack:
+        for make in () if compiles else _first_run_modes:
+            stack.enter_context(make())
+        yield
 
 
 class OutsideCall:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.devices import Placement, tensor_device
-from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
+from torchstrategy.replicas.adapters import OutsideCall, first_run_modes, outside_methods, prepare_body
 from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.copies import check_can_be_copied
 from torchstrategy.replicas.distributed_variables import DistributedVariable
@@ -42,6 +42,9 @@ class Hosting(Protocol):
 
     def adopt_new(self) -> None:
         """Take up what scopes have recorded since the last call."""
+
+    def leave_scope(self) -> None:
+        """Prepare what the scope recorded for use before the first run."""
 
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer of the recorded modules lives, on each local replica."""
@@ -79,6 +82,7 @@ class DirectHosting(Hosting):
         self._device = placement.devices[0]
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
+        self._has_run = workers is None  # one replica alone needs no first run's checks
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -89,13 +93,17 @@ class DirectHosting(Hosting):
             self._streams.enter(0)
         push_frame(frame)
         try:
-            with on_device(self._device):
+            with on_device(self._device), self._modes():
                 return [fn(*args, **kwargs)]
         finally:
             pop_frame(frame)
             if self._streams is not None:
                 self._streams.leave(0)
                 self._streams.end()
+
+    def _modes(self) -> contextlib.AbstractContextManager[None]:
+        is_first, self._has_run = not self._has_run, True
+        return first_run_modes() if is_first else contextlib.nullcontext()
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
@@ -124,9 +132,19 @@ class DirectHosting(Hosting):
                 continue
             check_can_be_copied(obj)
             prepare_body(obj, 0)
-            for name, method in outside_methods(type(obj)).items():
-                obj.__dict__[name] = OutsideCall(self._strategy, obj, name, method)
+            self._set_outside_methods(obj)
         _take_initial_values(new, self._workers)
+
+    @override
+    def leave_scope(self) -> None:
+        if self._workers is not None:  # a metric's result before the first run is that of all processes, too
+            for obj in self._record.peek_new():
+                self._set_outside_methods(obj)
+
+    def _set_outside_methods(self, obj: Any) -> None:
+        for name, method in outside_methods(type(obj)).items():
+            if not isinstance(obj.__dict__.get(name), OutsideCall):
+                obj.__dict__[name] = OutsideCall(self._strategy, obj, name, method)
 
     @override
     def slots(self) -> list[Slot]:
@@ -191,6 +209,7 @@ class ThreadedHosting(Hosting):
         self._check = DivergenceCheck(check_every, self._name)
         self._runners: list[Runner] = []
         self._depth = 0
+        self._modes: Callable[[], contextlib.AbstractContextManager[None]] = first_run_modes
         self._lock = threading.RLock()
 
     @override
@@ -200,8 +219,9 @@ class ThreadedHosting(Hosting):
         try:
             _refuse_modes()
             carry = _CallerModes()
+            modes, self._modes = self._modes, contextlib.nullcontext
             tasks = [
-                functools.partial(self._call, frame, device, carry, fn, args, kwargs)
+                functools.partial(self._call, frame, device, carry, modes, fn, args, kwargs)
                 for frame, device, (args, kwargs) in zip(frames, self._placement.devices, calls, strict=True)
             ]
             return self._run_tasks(tasks)
@@ -229,6 +249,10 @@ class ThreadedHosting(Hosting):
             for obj in new:
                 self._record.put_back(obj)
             raise
+
+    @override
+    def leave_scope(self) -> None:
+        pass  # until the first run there is one object in this process
 
     @override
     def slots(self) -> list[Slot]:
@@ -292,6 +316,7 @@ class ThreadedHosting(Hosting):
         frame: Frame,
         device: torch.device,
         carry: _CallerModes,
+        modes: Callable[[], contextlib.AbstractContextManager[None]],
         fn: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -301,7 +326,7 @@ class ThreadedHosting(Hosting):
             share = max(1, carry.num_threads // len(self._placement.devices)) if self._concurrent else carry.num_threads
             if torch.get_num_threads() != share:
                 torch.set_num_threads(share)
-            with carry.entered(), on_device(device):
+            with carry.entered(), on_device(device), modes():
                 return fn(*args, **kwargs)
         finally:
             pop_frame(frame)
@@ -380,7 +405,7 @@ def _refuse_modes() -> None:
     modes = [
         type(mode).__name__
         for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if type(mode).__name__ != _DEVICE_CONTEXT
+        if type(mode).__name__ != _DEVICE_CONTEXT and not getattr(mode, "is_carried", False)
     ]
     modes += [type(mode).__name__ for mode in _python_dispatch._get_current_dispatch_mode_stack()]
     if modes:

@@ -91,6 +91,7 @@ class SyncOnReadVariable(DistributedVariable):
                 strategy.cross_device_ops,
                 strategy.workers,
                 strategy.num_replicas_in_sync,
+                operation,
             )
 
     @override

@@ -131,6 +131,10 @@ class Record:
         new, self._new = self._new, []
         return [obj for obj in (reference() for reference in new) if obj is not None]
 
+    def peek_new(self) -> list[Any]:
+        """Return what ``take_new`` would."""
+        return [obj for obj in (reference() for reference in self._new) if obj is not None]
+
     def put_back(self, obj: Any) -> None:
         """Offer an object to ``take_new`` again."""
         self._new.append(weakref.ref(obj))

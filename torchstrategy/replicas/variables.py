@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from torchstrategy.context import current_frame, current_replica_context
+from torchstrategy.log import warn_once
 from torchstrategy.options import VariableAggregation, VariableSynchronization
 
 __all__ = ["Variable", "VariableOptions", "fitting", "make_copy", "to_tensor", "write"]
@@ -188,6 +189,11 @@ class Variable(Tensor):
         context = current_replica_context()
         if self.user_variable is not None:  # a copy that the replica's module holds
             return self.user_variable._update(method, value)
+        if context is not None and context.strategy.workers is not None:
+            warn_once(
+                f"Variable {self.name!r} was not made in a scope of {type(context.strategy).__name__}, so each process "
+                f"has a value of its own, and {method} in `run` changes that only. Make it in `strategy.scope()`."
+            )
         write(self, method, value)
         return self if context is None else self.detach().clone()
 
@@ -289,7 +295,10 @@ def fitting(variable: Variable, value: Any) -> Tensor:
                 f"{tuple(tensor.shape)}"
             )
         if not torch.can_cast(tensor.dtype, variable.dtype):
-            raise ValueError(f"Variable {variable.name!r} has dtype {variable.dtype}. Received: {tensor.dtype}")
+            raise ValueError(
+                f"Variable {variable.name!r} has dtype {variable.dtype}. Received: {tensor.dtype}. Convert it: "
+                f"`value.to({variable.dtype})`"
+            )
         return tensor.to(device=variable.device, dtype=variable.dtype)
 
 
