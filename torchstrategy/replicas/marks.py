@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchstrategy.collectives.call_site import call_site
+
 __all__ = ["check_can_be_summed", "is_marked", "mark", "mark_applied", "note_backward", "unmark", "was_edited"]
 
 _MARK = "_ts_gradient"
@@ -105,13 +107,13 @@ def check_can_be_summed(k: int, parameter: Tensor) -> None:
         raise RuntimeError(
             f"The gradient of parameter {k} (shape {tuple(parameter.shape)}) was computed outside `run`, so it is not "
             "known which replica's part it is. Call `backward` inside the function that you give to `strategy.run`, or "
-            "clear it with `optimizer.zero_grad()`."
+            f"clear it with `optimizer.zero_grad()`. (The sum was to be made at {call_site()}.)"
         )
     if found is not None and found.kind == "mixed":
         raise RuntimeError(
             f"`backward` has added to the gradient of parameter {k} (shape {tuple(parameter.shape)}) that the previous "
             "`optimizer.step()` applied, which is a sum over replicas, so the new one can't be told apart. Call "
-            "`optimizer.zero_grad()` between a step and the next backward."
+            f"`optimizer.zero_grad()` between a step and the next backward. (The sum was to be made at {call_site()}.)"
         )
 
 
