@@ -50,7 +50,7 @@ def main(config: DictConfig) -> None:
     learning_rate = instantiate(config.learning_rate, global_batch_size=global_batch_size, _convert_="all")
     with strategy.scope():
         model = instantiate(config.model)
-        optimizer = instantiate(config.optimizer)(model.parameters(), lr=learning_rate.rate)
+        optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters(), lr=learning_rate.rate)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate.factor)
         device_type = next(model.parameters()).device.type
         scaler = torch.amp.GradScaler(device_type, enabled=dtype == torch.float16)

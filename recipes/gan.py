@@ -51,8 +51,8 @@ def main(config: DictConfig) -> None:
         gan = Gan(
             generator,
             discriminator,
-            instantiate(config.generator_optimizer)(generator.parameters()),
-            instantiate(config.discriminator_optimizer)(discriminator.parameters()),
+            instantiate(config.generator_optimizer, _convert_="all")(generator.parameters()),
+            instantiate(config.discriminator_optimizer, _convert_="all")(discriminator.parameters()),
         )
         checkpoint = ts.train.Checkpoint(
             generator=generator,

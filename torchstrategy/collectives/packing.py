@@ -18,8 +18,13 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the buffer in the shapes of ``like``."""
-    # One call into C++, three times as fast as `split` and `view`; DDP uses it, too.
-    return list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
+    # One call into C++, three times as fast as `split` and `view`; DDP uses it, too. In torch 2.9 it gives empty
+    # tensors one dimension.
+    views = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    return [
+        view if view.shape == tensor.shape else view.reshape(tensor.shape)
+        for view, tensor in zip(views, like, strict=True)
+    ]
 
 
 def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
