@@ -188,8 +188,8 @@ def mgr_interval_nostep(s, case):
     return outcome(lambda: ts.train.CheckpointManager(checkpoint_of(s), "unused", 1, checkpoint_interval=2))
 
 
-@checkpoint_family()
-def mgr_interval3_nocheck(s, case):
+def saved_every_third_step(s, save):
+    """Call save in each of nine steps, with a manager whose interval is three."""
     step = variable(s, 0, dtype=torch.int64)
     with folder() as path:
         manager = ts.train.CheckpointManager(
@@ -198,8 +198,13 @@ def mgr_interval3_nocheck(s, case):
         saved = []
         for i in range(9):
             step.assign(i)
-            saved.append([i, manager.save(check_interval=False)])
+            saved.append(save(i, manager))
         return shown(saved, path)
+
+
+@checkpoint_family()
+def mgr_interval3_nocheck(s, case):
+    return saved_every_third_step(s, lambda i, manager: [i, manager.save(check_interval=False)])
 
 
 @checkpoint_family()
@@ -314,16 +319,7 @@ def nested(s, case):
 
 @checkpoint_family("mgr_interval3")
 def mgr_interval3(s, case):
-    step = variable(s, 0, dtype=torch.int64)
-    with folder() as path:
-        manager = ts.train.CheckpointManager(
-            ts.train.Checkpoint(step=step), path, None, step_counter=step, checkpoint_interval=3
-        )
-        saved = []
-        for i in range(9):
-            step.assign(i)
-            saved.append(manager.save())
-        return shown(saved, path)
+    return saved_every_third_step(s, lambda i, manager: manager.save())
 
 
 @checkpoint_family("mgr_number")

@@ -31,7 +31,7 @@ from torchstrategy.replicas.copies import (
     own_tensors,
     with_submodules,
 )
-from torchstrategy.replicas.distributed_variables import DistributedVariable, user_variable
+from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
@@ -156,7 +156,7 @@ class ReplicaSet:
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer lives, on each replica."""
         of_modules = [slot for mirror in self._mirrors() if mirror.is_module for slot in _tensors_of(mirror).slots]
-        return of_modules + [variable.slot for variable in self._variables()]
+        return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def before_run(self) -> None:
         """Give the other replicas what was changed on replica 0 since the last run.
@@ -165,7 +165,7 @@ class ReplicaSet:
             RuntimeError: gradients were computed or edited outside ``run``.
         """
         self._all_noted = False
-        for variable in self._variables():
+        for variable in recorded_variables(self._record):
             grad, version = self._variable_grads.get(id(variable), (None, 0))
             if _grad_stamp(variable.copy_on(0)) != ((0, 0) if grad is None else (id(grad), version)):
                 _check_gradient(variable.name, variable.copy_on(0))
@@ -182,7 +182,7 @@ class ReplicaSet:
 
     def after_run(self) -> None:
         """Note the state of replica 0's tensors."""
-        variables = self._variables()
+        variables = recorded_variables(self._record)
         for variable in variables:
             variable.note_in_step()
         grads = {id(variable): _grad(variable.copy_on(0)) for variable in variables}
@@ -191,16 +191,13 @@ class ReplicaSet:
             if mirror.is_module:
                 _tensors_of(mirror).note()
 
-    def _variables(self) -> list[DistributedVariable]:
-        return [tensor for tensor in self._record.tensors() if isinstance(tensor, DistributedVariable)]
-
     def _mirrors(self) -> list[Mirror]:
         mirrors = [mirror_of(reference()) for reference in self._facades]
         return [mirror for mirror in mirrors if mirror is not None]
 
     def _start_memo(self, local_id: int, new: Sequence[Any]) -> Memo:
         memo: Memo = {id(self.strategy): self.strategy}
-        for variable in self._variables():
+        for variable in recorded_variables(self._record):
             memo[id(variable)] = memo[id(variable.copy_on(0))] = variable.copy_on(local_id)
         for reference in self._facades:
             obj = reference()

@@ -22,11 +22,21 @@ from torchstrategy.context import current_replica_context
 from torchstrategy.devices import tensor_device
 from torchstrategy.options import ReduceOp, VariableAggregation
 from torchstrategy.replicas.adapters import HandleOfAll
+from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy, write
 from torchstrategy.values import DistributedValues, PerReplica
 
-__all__ = ["VALUE_PROPERTIES", "DistributedVariable", "MirroredVariable", "distribute", "single", "user_variable"]
+__all__ = [
+    "VALUE_PROPERTIES",
+    "DistributedVariable",
+    "MirroredVariable",
+    "distribute",
+    "recorded_variables",
+    "single",
+    "user_variable",
+    "value_of_first_replica",
+]
 
 #: What is called for each copy outside run; ``__set__`` and ``__delete__`` are those of properties, such as ``grad``.
 _ON_EACH_COPY = frozenset({
@@ -181,10 +191,7 @@ class DistributedVariable(Variable):
         if strategy.num_replicas_in_sync == 1:
             return values
         if self.options.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            first = fitting(self, values[0]).clone()
-            if strategy.workers is not None:
-                strategy.workers.broadcast([first], operation)
-            return [first] * len(values)
+            return [value_of_first_replica(strategy, fitting(self, values[0]), operation)] * len(values)
         if not all(isinstance(value, Tensor) for value in values):
             self._check_numbers(values, operation)
             return values
@@ -258,6 +265,19 @@ class DistributedVariable(Variable):
 
 class MirroredVariable(DistributedVariable):
     """A variable whose copies are equal: every assignment reaches all of them. Made by ``ts.Variable``."""
+
+
+def recorded_variables(record: Record) -> list[DistributedVariable]:
+    """Return the living variables that a strategy has recorded."""
+    return [tensor for tensor in record.tensors() if isinstance(tensor, DistributedVariable)]
+
+
+def value_of_first_replica(strategy: Any, own: Tensor, operation: str) -> Tensor:
+    """Return replica 0's value on every process, given that of this process's first replica."""
+    first = own.clone()
+    if strategy.workers is not None:
+        strategy.workers.broadcast([first], operation)
+    return first
 
 
 def user_variable(value: Any) -> Any:

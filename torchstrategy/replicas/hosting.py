@@ -20,7 +20,7 @@ from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.replicas.adapters import OutsideCall, first_run_modes, outside_methods, prepare_body
 from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.copies import check_can_be_copied
-from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables
 from torchstrategy.replicas.divergence import DivergenceCheck
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
@@ -82,28 +82,25 @@ class DirectHosting(Hosting):
         self._device = placement.devices[0]
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
-        self._has_run = workers is None  # one replica alone needs no first run's checks
+        self._modes = contextlib.nullcontext if workers is None else first_run_modes
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         (frame,), ((args, kwargs),) = frames, calls
+        modes, self._modes = self._modes, contextlib.nullcontext
         if self._streams is not None:
             self._streams.seed_accelerators()
             self._streams.begin()
             self._streams.enter(0)
         push_frame(frame)
         try:
-            with on_device(self._device), self._modes():
+            with on_device(self._device), modes():
                 return [fn(*args, **kwargs)]
         finally:
             pop_frame(frame)
             if self._streams is not None:
                 self._streams.leave(0)
                 self._streams.end()
-
-    def _modes(self) -> contextlib.AbstractContextManager[None]:
-        is_first, self._has_run = not self._has_run, True
-        return first_run_modes() if is_first else contextlib.nullcontext()
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
@@ -118,9 +115,7 @@ class DirectHosting(Hosting):
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
-        if self._workers is not None:
-            gc.collect()  # what the program has dropped must be gone on every process alike
-        new = self._record.take_new()
+        new = _take_new(self._record, self._workers)
         self._slots = None
         for obj in new:
             if not isinstance(obj, (nn.Module, torch.Tensor)):
@@ -150,7 +145,7 @@ class DirectHosting(Hosting):
     def slots(self) -> list[Slot]:
         if self._slots is None:
             self._slots = self._find_slots()
-        variables = [tensor for tensor in self._record.tensors() if isinstance(tensor, DistributedVariable)]
+        variables = recorded_variables(self._record)
         return self._slots + [variable.slot for variable in variables] if variables else self._slots
 
     @override
@@ -238,9 +233,7 @@ class ThreadedHosting(Hosting):
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
-        if self._workers is not None:
-            gc.collect()  # what the program has dropped must be gone on every process alike
-        new = self._record.take_new()
+        new = _take_new(self._record, self._workers)
         try:
             if self._workers is not None:
                 _take_initial_values(new, self._workers)
@@ -415,10 +408,21 @@ def _refuse_modes() -> None:
         )
 
 
+def _take_new(record: Record, workers: WorkerGroup | None) -> list[Any]:
+    """Return what scopes have recorded; what the program has dropped must be gone on every process alike."""
+    if workers is not None and any(isinstance(obj, nn.Module) or _is_new(obj) for obj in record.peek_new()):
+        gc.collect()  # not for variables that replica functions make, perhaps in every step
+    return record.take_new()
+
+
+def _is_new(obj: Any) -> bool:
+    return isinstance(obj, DistributedVariable) and obj.is_new
+
+
 def _take_initial_values(objects: Sequence[Any], workers: WorkerGroup) -> None:
     """Give the parameters and buffers of modules, and new variables, the chief's values."""
     tensors: dict[int, torch.Tensor] = {}
-    variables = [obj for obj in objects if isinstance(obj, DistributedVariable) and obj.is_new]
+    variables = [obj for obj in objects if _is_new(obj)]
     for obj in objects:
         if isinstance(obj, nn.Module):
             for tensor in [*obj.parameters(), *obj.buffers()]:

@@ -17,6 +17,7 @@ from torchstrategy.replicas.distributed_variables import (
     MirroredVariable,
     distribute,
     single,
+    value_of_first_replica,
 )
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, write
@@ -73,10 +74,7 @@ class SyncOnReadVariable(DistributedVariable):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             own = [copy.detach() for copy in self.copies]
             if self.options.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                first = own[0].clone()
-                if strategy.workers is not None:
-                    strategy.workers.broadcast([first], operation)
-                return first
+                return value_of_first_replica(strategy, own[0], operation)
             if self.options.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"Variable {self.name!r} is ON_READ without aggregation, so it has no single value in "
@@ -148,9 +146,7 @@ def make_variable(strategy: Any, context: Any, value: Tensor, options: VariableO
     operation = f"making variable {options.name!r}"
 
     def merge(values: list[Tensor]) -> list[Variable]:
-        first = values[0].clone()
-        if strategy.workers is not None:
-            strategy.workers.broadcast([first], operation)
+        first = value_of_first_replica(strategy, values[0], operation)
         return [distribute(cls, strategy, first, options)] * len(values)
 
     made: Variable = context._meet(MergeRequest(operation, merge, value))
