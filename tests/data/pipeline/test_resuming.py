@@ -1,0 +1,282 @@
+"""States: what is in them, whose they are, and what a dataset does with them. `test_against_lists` tests the rest."""
+
+import copy
+import io
+import itertools
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import torchstrategy as ts
+
+Dataset = ts.data.Dataset
+
+
+def plain(dataset):
+    return [element.tolist() for element in dataset]
+
+
+def size_of(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.tell()
+
+
+def at(dataset, count):
+    elements = iter(dataset)
+    for _ in range(count):
+        next(elements)
+    return elements
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        assert all(type(key) is str for key in value)
+        return [leaf for part in value.values() for leaf in leaves(part)]
+    if type(value) in (list, tuple):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value]
+
+
+def plus_one(x):
+    return x + 1
+
+
+def test_a_state_is_plain_data():
+    dataset = Dataset.range(5000).shuffle(40).map(lambda x: (x, str(int(x)))).filter(lambda x, s: True)
+    dataset = dataset.shuffle(30, seed=2).repeat().batch(7).prefetch(2)
+    elements = at(dataset, 400)
+    kinds = {type(leaf) for leaf in leaves(dataset.state_dict())}
+    assert kinds <= {int, str, bool, type(None), torch.Tensor}
+    del elements
+
+
+@pytest.mark.parametrize("source", [Dataset.range(60000), Dataset.range(60000).filter(lambda x: x >= 0)])
+def test_states_hold_no_elements(source):
+    images = source.map(lambda x: torch.zeros(1000)).shuffle(100).batch(10)
+    elements = at(images, 100)
+    assert size_of(images.state_dict()) < 20_000
+    del elements
+
+
+@pytest.mark.parametrize("buffer_size", [1, 50])
+def test_states_do_not_grow(buffer_size):
+    dataset = Dataset.range(100).filter(lambda x: x >= 0).repeat().shuffle(buffer_size).batch(100)
+    elements = at(dataset, 100)
+    assert size_of(dataset.state_dict()) < 20_000
+    del elements
+
+
+def test_a_state_is_not_changed_afterwards():
+    dataset = Dataset.from_generator(lambda: range(50)).shuffle(6, seed=1).batch(2).repeat()
+    elements = at(dataset, 9)
+    state = dataset.state_dict()
+    before = repr(state)
+    rest = [next(elements).tolist() for _ in range(40)]
+    assert repr(state) == before
+    for _ in range(2):
+        dataset.load_state_dict(state)
+        assert [x.tolist() for x in itertools.islice(dataset, 40)] == rest
+
+
+def test_the_state_of_an_iterator_that_was_dropped():
+    dataset = Dataset.range(10).shuffle(10).prefetch(2)
+    seen = [int(x) for x in itertools.islice(dataset, 4)]
+    state = dataset.state_dict()
+    dataset.load_state_dict(state)
+    assert sorted(seen + plain(dataset)) == list(range(10))
+    assert dataset.state_dict()["is_finished"]
+
+
+def test_the_latest_iterator_counts():
+    dataset = Dataset.range(10)
+    first, second = at(dataset, 5), at(dataset, 2)
+    assert dataset.state_dict()["position"] == second.state_dict()["position"]
+    del second
+    del first
+    dataset.load_state_dict(dataset.state_dict())
+    assert plain(dataset) == list(range(2, 10))
+
+
+def test_a_loaded_state_counts_before_its_iteration_begins():
+    dataset = Dataset.range(6)
+    elements = at(dataset, 4)
+    state = dataset.state_dict()
+    other = Dataset.range(6)
+    assert other.state_dict()["position"] is None
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    iterator = iter(other)
+    assert other.state_dict() == state
+    assert plain(iterator) == plain(elements) == [4, 5]
+    assert plain(other) == list(range(6))
+
+
+def test_another_pipelines_state():
+    dataset = Dataset.range(6).batch(2)
+    state = dataset.state_dict()
+    for other in (Dataset.range(6).batch(3), Dataset.range(7).batch(2), Dataset.range(6).shuffle(2).batch(2)):
+        with pytest.raises(ts.errors.InvalidArgumentError, match="another pipeline"):
+            other.load_state_dict(state)
+        assert other.state_dict()["pipeline"] != state["pipeline"]
+    for wrong in (None, {}, {"position": 3}):
+        with pytest.raises(TypeError, match="Expected what state_dict"):
+            dataset.load_state_dict(wrong)
+    assert plain(dataset) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_data_that_has_shrunk():
+    size = [10]
+    for make in (
+        lambda: Dataset.from_generator(lambda: range(size[0])),
+        lambda: Dataset.from_generator(lambda: range(size[0])).shuffle(3, seed=1),
+        lambda: Dataset.from_files(["a"], lambda name: range(size[0])),
+    ):
+        size[0] = 10
+        dataset = make()
+        elements = at(dataset, 6)
+        state = dataset.state_dict()
+        size[0] = 2
+        del elements
+        resumed = make()
+        resumed.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="changed since"):
+            list(resumed)
+
+
+def test_a_finished_epoch_is_followed_by_the_next():
+    def make():
+        return Dataset.range(20).shuffle(20, seed=3)
+
+    dataset = make()
+    plain(dataset)
+    state = dataset.state_dict()
+    second = plain(dataset)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert plain(resumed) == second
+    assert sorted(second) == list(range(20))
+
+
+def test_a_cache_in_a_new_process_has_the_old_order():
+    def make():
+        return Dataset.range(30).shuffle(30).cache().batch(4)
+
+    dataset = make()
+    plain(dataset)
+    elements = at(dataset, 3)
+    resumed = make()
+    resumed.load_state_dict(dataset.state_dict())
+    assert plain(resumed) == plain(elements)
+    assert plain(resumed) == plain(dataset)
+
+
+def test_a_cache_of_another_order_is_forgotten():
+    dataset = Dataset.from_generator(lambda: range(30)).shuffle(30).cache()
+    elements = at(dataset, 10)
+    state = dataset.state_dict()
+    rest = plain(elements)
+    other = Dataset.from_generator(lambda: range(30)).shuffle(30).cache()
+    assert plain(other) != plain(dataset)
+    other.load_state_dict(state)
+    assert plain(other) == rest
+
+
+def test_a_long_shuffle_is_resumed_from_its_latest_anchor():
+    for source in (Dataset.range(40), Dataset.from_generator(lambda: range(40))):
+        dataset = source.repeat().shuffle(50, seed=1).batch(10)
+        elements = at(dataset, 700)
+        state = dataset.state_dict()
+        rest = [next(elements).tolist() for _ in range(30)]
+        del elements
+        dataset.load_state_dict(state)
+        assert [x.tolist() for x in itertools.islice(dataset, 30)] == rest
+
+
+def test_resuming_does_not_read_all_again():
+    reads = []
+
+    def numbers():
+        for i in itertools.count():
+            reads.append(i)
+            yield i
+
+    dataset = Dataset.from_files(["a", "b"], lambda name: range(500)).map(lambda x: reads.append(1) or x).shuffle(10)
+    elements = at(dataset, 600)
+    state = dataset.state_dict()
+    del elements
+    reads.clear()
+    dataset.load_state_dict(state)
+    next(iter(dataset))
+    assert len(reads) < 200
+
+
+def test_copies_begin_anew():
+    dataset = Dataset.range(10).map(plus_one).shuffle(4, seed=3).cache().batch(2).prefetch(2)
+    elements = at(dataset, 2)
+    expected = plain(Dataset.range(10).map(plus_one).shuffle(4, seed=3).cache().batch(2).prefetch(2))
+    for other in (copy.copy(dataset), copy.deepcopy(dataset), pickle.loads(pickle.dumps(dataset))):
+        assert plain(other) == expected
+    assert plain(elements) == expected[2:]
+
+
+def test_dropping_an_iterator_stops_its_threads():
+    before = threading.active_count()
+    dataset = Dataset.range(1000).map(plus_one, num_parallel_calls=3).prefetch(2)
+    elements = at(dataset, 3)
+    assert threading.active_count() > before
+    del elements
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchdatas_stateful_loader(num_workers):
+    def loader():
+        return StatefulDataLoader(Dataset.range(40).shuffle(40, seed=1).batch(4), None, num_workers=num_workers)
+
+    torch.manual_seed(0)
+    first = loader()
+    elements = iter(first)
+    seen = [next(elements).tolist() for _ in range(3)]
+    state = first.state_dict()
+    rest = plain(elements)
+    second = loader()
+    second.load_state_dict(state)
+    assert plain(second) == rest
+    assert sorted(itertools.chain(*seen, *rest)) == list(range(40))
+
+
+def make_global_batches():
+    return Dataset.range(50).map(plus_one).shuffle(50).batch(8)
+
+
+def ids(local):
+    parts = local.values if isinstance(local, ts.PerReplica) else (local,)
+    return [number for part in parts for number in part.tolist()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (1, 5)])
+def test_a_distributed_dataset_goes_on_with_other_replicas(before, after):
+    def distribute(num_replicas):
+        strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        return strategy.experimental_distribute_dataset(make_global_batches())
+
+    torch.manual_seed(5)
+    expected = plain(make_global_batches())
+    torch.manual_seed(5)
+    first = distribute(before)
+    elements = iter(first)
+    seen = [ids(next(elements)) for _ in range(3)]
+    state = first.state_dict()
+    torch.manual_seed(6)
+    second = distribute(after)
+    second.load_state_dict(state)
+    assert seen + [ids(local) for local in second] == expected

@@ -1,0 +1,299 @@
+"""``ts.data.Dataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from torchstrategy.data.pipeline import sources
+from torchstrategy.data.pipeline.arguments import AUTOTUNE, check_callable
+from torchstrategy.data.pipeline.combining_ops import ZipOp
+from torchstrategy.data.pipeline.elements import map_leaves, to_element
+from torchstrategy.data.pipeline.op import Op
+from torchstrategy.data.pipeline.options import Options
+from torchstrategy.data.pipeline.transformations import Transformations
+from torchstrategy.data.readers.text import text_lines
+from torchstrategy.errors import InvalidArgumentError
+
+__all__ = ["AUTOTUNE", "Dataset", "TextLineDataset"]
+
+
+class Dataset(Transformations):
+    """A pipeline of data under the names of ``tf.data.Dataset``.
+
+    A dataset is made by one of the class methods ``from_tensor_slices``, ``from_tensors``, ``range``,
+    ``from_generator``, ``from_files``, ``list_files`` and ``zip``. Its methods return new datasets and change nothing.
+    It is a torch ``IterableDataset``: a loop, a ``DataLoader`` and ``experimental_distribute_dataset`` take it, and it
+    can be resumed anywhere by ``state_dict`` and ``load_state_dict``.
+
+    Elements are tensors, or nested tuples, dicts and dataclasses of tensors. As in tf, numbers, arrays and lists
+    become tensors, and the arrays of a source are not copied. Strings stay Python strings; a batch of them is a list.
+
+    Example:
+        >>> images, labels = torch.rand(10, 28, 28), torch.arange(10)
+        >>> dataset = ts.data.Dataset.from_tensor_slices((images, labels)).shuffle(10).batch(4)
+        >>> [tuple(x.shape) for x, y in dataset]
+        [(4, 28, 28), (4, 28, 28), (2, 28, 28)]
+    """
+
+    def _with(self, op: Op, options: Options | None = None) -> Dataset:
+        result = Dataset.__new__(Dataset)
+        Transformations.__init__(result, op, options or self._options)
+        return result
+
+    @classmethod
+    def _of(cls, op: Op) -> Dataset:
+        result = Dataset.__new__(Dataset)
+        Transformations.__init__(result, op)
+        return result
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any) -> Dataset:
+        """Make a dataset of the slices of tensors along their first dimension.
+
+        Args:
+            tensors: arrays, tensors or lists of one length ``n``, or a nested structure of them. Arrays are not copied,
+                so a ``np.memmap`` is read where it is needed only.
+
+        Returns:
+            A dataset of ``n`` elements.
+
+        Raises:
+            InvalidArgumentError: the lengths differ, or a component is a scalar.
+            TypeError: a component can't be sliced.
+
+        Example:
+            >>> dataset = ts.data.Dataset.from_tensor_slices({"x": [[1, 2], [3, 4]], "y": ["a", "b"]})
+            >>> list(dataset)
+            [{'x': tensor([1, 2]), 'y': 'a'}, {'x': tensor([3, 4]), 'y': 'b'}]
+        """
+        return Dataset._of(sources.slices(tensors))
+
+    @staticmethod
+    def from_tensors(tensors: Any) -> Dataset:
+        """Make a dataset of one element.
+
+        Args:
+            tensors: the element; numbers, arrays and lists in it become tensors.
+
+        Raises:
+            InvalidArgumentError: a list can't become a tensor.
+
+        Example:
+            >>> dataset = ts.data.Dataset.from_tensors(([1.], [1.])).repeat(100).batch(10)
+            >>> dataset.cardinality(), [tuple(leaf.shape) for leaf in next(iter(dataset))]
+            (10, [(10, 1), (10, 1)])
+        """
+        return Dataset._of(sources.one_element(tensors))
+
+    @staticmethod
+    def range(*args: int, output_type: torch.dtype = torch.int64) -> Dataset:
+        """Make a dataset of equally spaced integers.
+
+        Args:
+            *args: as of Python's ``range``: stop, or start and stop, or start, stop and step.
+            output_type: dtype of the elements.
+
+        Raises:
+            InvalidArgumentError: there are no or too many arguments, or the step is 0.
+            TypeError: an argument is no integer, or ``output_type`` is no dtype.
+
+        Example:
+            >>> list(ts.data.Dataset.range(1, 6, 2))
+            [tensor(1), tensor(3), tensor(5)]
+        """
+        return Dataset._of(sources.progression(args, output_type))
+
+    @staticmethod
+    def from_generator(
+        generator: Callable[..., Any], *, args: Sequence[Any] = (), output_signature: Any = None
+    ) -> Dataset:
+        """Make a dataset of what a function generates.
+
+        The function is called for each iteration. A generator can't seek: resuming calls it anew and reads over what
+        was read before, so it must generate the same again.
+
+        Args:
+            generator: returns an iterable of elements, for example by ``yield``.
+            args: arguments that it is called with.
+            output_signature: the elements' structure, with a ``ts.data.TensorSpec`` for each tensor. Elements are
+                converted to its dtypes, and one that does not fit is an error. ``None`` takes elements as they come.
+
+        Raises:
+            TypeError: ``generator`` is no function, such as an iterator, which can be read once only.
+
+        Example:
+            >>> def count(stop):
+            ...     for i in range(stop):
+            ...         yield i, [float(i)]
+            >>> list(ts.data.Dataset.from_generator(count, args=(2,)))
+            [(tensor(0), tensor([0.])), (tensor(1), tensor([1.]))]
+        """
+        return Dataset._of(sources.generator_source(generator, args, output_signature))
+
+    @staticmethod
+    def from_files(files: Sequence[Any], reader: Callable[..., Any]) -> Dataset:
+        """Make a dataset of the examples in files, one file after another.
+
+        With ``AutoShardPolicy.FILE`` every process reads files of its own. Resuming opens the file that was being read,
+        and starts there if the reader has an argument ``start``; otherwise it reads over its first examples.
+
+        Args:
+            files: their paths, or tuples of paths that belong together.
+            reader: called with a path, returns an iterable of the file's examples. ``ts.data.readers`` has some.
+
+        Raises:
+            TypeError: a file is no path, or ``reader`` no function.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> paths = [pathlib.Path(folder.name, f"{i}.txt") for i in range(2)]
+            >>> _ = [path.write_text(f"one of {path.name}") for path in paths]
+            >>> list(ts.data.Dataset.from_files(paths, ts.data.readers.text_lines))
+            ['one of 0.txt', 'one of 1.txt']
+            >>> folder.cleanup()
+        """
+        return Dataset._of(sources.files_source(files, reader))
+
+    @staticmethod
+    def list_files(
+        file_pattern: Any,
+        shuffle: bool | None = None,  # noqa: FBT001 - tf's signature
+        seed: int | None = None,
+    ) -> Dataset:
+        """Make a dataset of the names of the files that match a pattern.
+
+        The names are looked up now. They can be shared out over processes as the files of ``from_files`` can.
+
+        Args:
+            file_pattern: a pattern as of ``glob``, or a list of patterns.
+            shuffle: shuffle the names in each iteration; ``None`` means yes. Otherwise they are sorted.
+            seed: of the shuffling, see ``shuffle``.
+
+        Raises:
+            InvalidArgumentError: no file matches.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> _ = [pathlib.Path(folder.name, name).write_text(name) for name in ("a.txt", "b.txt")]
+            >>> files = ts.data.Dataset.list_files(f"{folder.name}/*.txt", shuffle=False)
+            >>> list(files.flat_map(ts.data.TextLineDataset))
+            ['a.txt', 'b.txt']
+            >>> folder.cleanup()
+        """
+        op = sources.matching_files(file_pattern)
+        names = Dataset._of(op)
+        return names if shuffle is False else names.shuffle(op.size, seed)
+
+    @staticmethod
+    def zip(*args: Any, datasets: Any = None) -> Dataset:
+        """Make a dataset of one element of each of several datasets; it ends with the shortest.
+
+        Args:
+            *args: datasets, whose elements become a tuple, or one nested structure of datasets.
+            datasets: the same as one structure.
+
+        Raises:
+            TypeError: there is something else than datasets.
+
+        Example:
+            >>> a, b = ts.data.Dataset.range(1, 4), ts.data.Dataset.range(4, 6)
+            >>> list(ts.data.Dataset.zip(a, b))
+            [(tensor(1), tensor(4)), (tensor(2), tensor(5))]
+        """
+        if bool(args) == (datasets is not None):
+            raise TypeError("zip() takes datasets, or datasets=, and not both.")
+        structure = datasets if datasets is not None else args[0] if len(args) == 1 else args
+        found: list[Dataset] = []
+
+        def number(leaf: Any) -> int:
+            if not isinstance(leaf, Dataset):
+                raise TypeError(f"zip() takes datasets, in tuples or dicts. Received: {leaf!r}")
+            found.append(leaf)
+            return len(found) - 1
+
+        numbers = map_leaves(number, structure)
+        if not found:
+            raise TypeError("zip() needs at least one dataset.")
+        options = reduce(Options.merge, [dataset._options for dataset in found])
+        return found[0]._with(ZipOp(tuple(dataset._op for dataset in found), numbers), options)
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Iterate over the elements with numpy arrays and numbers in place of tensors.
+
+        Example:
+            >>> [int(number) for number in ts.data.Dataset.range(3).as_numpy_iterator()]
+            [0, 1, 2]
+        """
+        for element in self:
+            yield map_leaves(lambda leaf: leaf.numpy()[()] if isinstance(leaf, torch.Tensor) else leaf, element)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Combine all elements into one value.
+
+        Args:
+            initial_state: the value before the first element.
+            reduce_func: takes the value so far and an element, and returns the new value.
+
+        Returns:
+            The last value.
+
+        Raises:
+            TypeError: ``reduce_func`` is no function.
+
+        Example:
+            >>> ts.data.Dataset.range(5).reduce(0, lambda total, number: total + number)
+            tensor(10)
+        """
+        check_callable("reduce_func", reduce_func)
+        value = to_element(initial_state)
+        for element in self:
+            value = to_element(reduce_func(value, element))
+        return value
+
+    def get_single_element(self) -> Any:
+        """Return the only element.
+
+        Raises:
+            InvalidArgumentError: there are none or several.
+
+        Example:
+            >>> ts.data.Dataset.range(3).batch(3).get_single_element()
+            tensor([0, 1, 2])
+        """
+        elements = list(self.take(2))
+        if len(elements) != 1:
+            raise InvalidArgumentError(
+                f"Expected one element, but the dataset has {['none', 'several'][len(elements) // 2]}."
+            )
+        return elements[0]
+
+
+class TextLineDataset(Dataset):
+    r"""A dataset of the lines of text files, without their ends.
+
+    Args:
+        filenames: a path, a list of paths, or a dataset of paths; files ending in ``.gz`` are unpacked.
+
+    Raises:
+        TypeError: ``filenames`` is something else.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = pathlib.Path(folder.name, "lines.txt").write_text("one\ntwo\nthree")
+        >>> list(ts.data.TextLineDataset(f"{folder.name}/lines.txt").batch(2))
+        [['one', 'two'], ['three']]
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, filenames: Any) -> None:
+        if isinstance(filenames, Dataset):
+            super().__init__(filenames.flat_map(TextLineDataset)._op, filenames._options)
+        else:
+            super().__init__(sources.files_source(filenames, text_lines))

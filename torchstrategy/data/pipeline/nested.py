@@ -1,0 +1,164 @@
+"""Nodes that read other sources one after another or in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from torchstrategy.data.pipeline.elements import to_element
+from torchstrategy.data.pipeline.failures import add_note
+from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.readers.reading import read_from
+
+__all__ = ["Files", "Interleave"]
+
+
+class Interleave(Node):
+    """Elements of the datasets that a function makes of elements, from several in turn.
+
+    Args:
+        source: of the outer elements.
+        open_inner: makes a node of an outer element and its number.
+        cycle_length: datasets that are open at the same time.
+        block_length: consecutive elements of one dataset.
+    """
+
+    def __init__(
+        self, source: Node, open_inner: Callable[[Any, int], Node], cycle_length: int, block_length: int
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._open_inner = open_inner
+        self._cycle_length = cycle_length
+        self._block_length = block_length
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._slots: list[_Slot | None] = [None] * self._cycle_length
+        self._turn = self._num_in_block = self._num_opened = 0
+        self._is_ended = False
+        if state is None:
+            self._source.reset()
+            return
+        for i, slot in enumerate(state["slots"]):
+            if slot is not None:
+                self._source.reset(slot["before"])
+                self._slots[i] = _Slot(slot["before"], slot["number"], self._open(slot["number"]))
+                self._slots[i].node.reset(slot["inner"])  # type: ignore[union-attr]
+        self._source.reset(state["source"])
+        self._turn, self._num_in_block, self._num_opened = state["turn"], state["num_in_block"], state["num_opened"]
+        self._is_ended = state["is_ended"]
+
+    @override
+    def next(self) -> Any:
+        while not self._is_ended or any(self._slots):
+            slot = self._slots[self._turn]
+            if slot is not None:
+                try:
+                    element = next(slot.node)
+                except StopIteration:
+                    self._slots[self._turn] = None
+                    self._pass_turn()
+                    continue
+                self._num_in_block += 1
+                if self._num_in_block == self._block_length:
+                    self._pass_turn()
+                return element
+            if self._is_ended:
+                self._pass_turn()
+            else:
+                self._fill_slot()
+        raise StopIteration
+
+    @override
+    def get_state(self) -> State:
+        return {
+            "slots": [slot and slot.state() for slot in self._slots],
+            "source": self._source.state_dict(),
+            "turn": self._turn,
+            "num_in_block": self._num_in_block,
+            "num_opened": self._num_opened,
+            "is_ended": self._is_ended,
+        }
+
+    def _fill_slot(self) -> None:
+        before = self._source.state_dict()
+        try:
+            node = self._open(self._num_opened)
+        except StopIteration:
+            self._is_ended = True
+            return
+        node.reset()
+        self._slots[self._turn] = _Slot(before, self._num_opened, node)
+        self._num_opened += 1
+
+    def _open(self, number: int) -> Node:
+        return self._open_inner(next(self._source), number)
+
+    def _pass_turn(self) -> None:
+        self._num_in_block = 0
+        self._turn = (self._turn + 1) % self._cycle_length
+
+
+class _Slot:
+    """An open dataset."""
+
+    def __init__(self, before: State, number: int, node: Node) -> None:
+        self._before = before
+        self._number = number
+        self.node = node
+
+    def state(self) -> State:
+        return {"before": self._before, "number": self._number, "inner": self.node.state_dict()}
+
+
+class Files(Node):
+    """The examples of files, one file after another; resuming begins in the current file.
+
+    Args:
+        files: their names.
+        reader: returns an iterable of a file's examples.
+    """
+
+    def __init__(self, files: Sequence[Any], reader: Callable[..., Iterable[Any]]) -> None:
+        super().__init__()
+        self._files = files
+        self._reader = reader
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._file = 0 if state is None else state["file"]
+        self._num_read = 0 if state is None else state["num_read"]
+        self._examples: Iterator[Any] | None = None
+
+    @override
+    def next(self) -> Any:
+        while self._file < len(self._files):
+            example = self._next_of_file()
+            if example is not _END:
+                return to_element(example)
+            self._file += 1
+            self._num_read = 0
+            self._examples = None
+        raise StopIteration
+
+    @override
+    def get_state(self) -> State:
+        return {"file": self._file, "num_read": self._num_read}
+
+    def _next_of_file(self) -> Any:
+        file = self._files[self._file]
+        try:
+            if self._examples is None:
+                self._examples = read_from(self._reader, file, self._num_read)
+            example = next(self._examples, _END)
+        except Exception as error:
+            add_note(error, "from_files", self._reader, f"example {self._num_read} of {file}")
+            raise
+        self._num_read += example is not _END
+        return example
+
+
+_END = object()

@@ -1,0 +1,74 @@
+"""What every node of a pipeline can do on top of ``torchdata.nodes.BaseNode``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torchdata.nodes import BaseNode  # type: ignore[import-untyped]
+
+from torchstrategy.data.pipeline.access import Access
+
+__all__ = ["Node", "State", "Stream"]
+
+State = dict[str, Any]
+_SKIP_CHUNK = 1024
+
+
+class Node(BaseNode[Any]):  # type: ignore[misc]
+    """A node that also reads and skips several items at once.
+
+    Subclasses fill in ``start`` and ``get_state``, and ``next`` or ``read``. A state is never changed after it was
+    given away. Items are elements, or positions if the node belongs to a source with random access.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def reset(self, initial_state: State | None = None) -> None:
+        """Begin, or continue at a state."""
+        super().reset(initial_state)
+        self.start(initial_state)
+
+    def start(self, state: State | None) -> None:
+        """Begin, or continue at a state; a second beginning is the next repetition."""
+        raise NotImplementedError
+
+    def next(self) -> Any:
+        """Return the next item."""
+        items = self.read(1)
+        if not items:
+            raise StopIteration
+        return items[0]
+
+    def read(self, count: int) -> list[Any]:
+        """Return the next ``count`` items; fewer only at the end."""
+        items: list[Any] = []
+        try:
+            while len(items) < count:
+                items.append(self.next())
+        except StopIteration:
+            pass
+        return items
+
+    def read_integers(self, count: int) -> np.ndarray[Any, Any]:
+        """Return the next ``count`` items as an array, if they are integers."""
+        return np.array(self.read(count), dtype=np.int64)
+
+    def skip(self, count: int) -> int:
+        """Leave items out, and return how many there were; fewer than ``count`` only at the end."""
+        skipped = 0
+        while skipped < count:
+            wanted = min(count - skipped, _SKIP_CHUNK)
+            found = len(self.read(wanted))
+            skipped += found
+            if found < wanted:
+                break
+        return skipped
+
+
+class Stream(NamedTuple):
+    """Items, and where their elements are if the items are positions."""
+
+    node: Node
+    access: Access | None = None

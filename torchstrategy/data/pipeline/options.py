@@ -1,0 +1,124 @@
+"""``ts.data.Options``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchstrategy.options import AutoShardPolicy
+
+__all__ = ["DistributeOptions", "Options"]
+
+
+class DistributeOptions:
+    """``Options.experimental_distribute``: how a distributed dataset is divided.
+
+    ``auto_shard_policy`` is an ``AutoShardPolicy``, ``AUTO`` unless it is set.
+
+    Example:
+        >>> options = ts.data.Options()
+        >>> options.experimental_distribute.auto_shard_policy
+        <AutoShardPolicy.AUTO: 0>
+    """
+
+    __slots__ = ("_auto_shard_policy",)
+
+    def __init__(self) -> None:
+        self._auto_shard_policy: AutoShardPolicy | None = None
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """The policy for several processes."""
+        return AutoShardPolicy.AUTO if self._auto_shard_policy is None else self._auto_shard_policy
+
+    @auto_shard_policy.setter
+    def auto_shard_policy(self, policy: AutoShardPolicy) -> None:
+        if not isinstance(policy, AutoShardPolicy):
+            raise TypeError(f"auto_shard_policy must be a ts.data.AutoShardPolicy. Received: {policy!r}")
+        self._auto_shard_policy = policy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _check_name(self, name, ("auto_shard_policy", "_auto_shard_policy"))
+        super().__setattr__(name, value)
+
+
+class Options:
+    """Options of a dataset, for ``Dataset.with_options``.
+
+    Besides ``experimental_distribute.auto_shard_policy`` there is ``deterministic``, which may be set and has no
+    effect, because the order of elements is always deterministic. tf's other options tune tf's engine; setting one is
+    an error.
+
+    Example:
+        >>> options = ts.data.Options()
+        >>> options.experimental_distribute.auto_shard_policy = ts.data.AutoShardPolicy.DATA
+        >>> dataset = ts.data.Dataset.range(4).with_options(options)
+        >>> dataset.options().experimental_distribute.auto_shard_policy
+        <AutoShardPolicy.DATA: 2>
+    """
+
+    __slots__ = ("_deterministic", "_experimental_distribute")
+
+    def __init__(self) -> None:
+        self._experimental_distribute = DistributeOptions()
+        self._deterministic: bool | None = None
+
+    @property
+    def experimental_distribute(self) -> DistributeOptions:
+        """Options for distributed datasets."""
+        return self._experimental_distribute
+
+    @experimental_distribute.setter
+    def experimental_distribute(self, options: DistributeOptions) -> None:
+        if not isinstance(options, DistributeOptions):
+            raise TypeError(f"experimental_distribute must be a DistributeOptions. Received: {options!r}")
+        self._experimental_distribute = options
+
+    @property
+    def deterministic(self) -> bool | None:
+        """Accepted for tf's sake."""
+        return self._deterministic
+
+    @deterministic.setter
+    def deterministic(self, value: bool | None) -> None:
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"deterministic must be a bool or None. Received: {value!r}")
+        self._deterministic = value
+
+    def merge(self, options: Options) -> Options:
+        """Return new options: the given ones, and these where the given ones are not set.
+
+        Args:
+            options: those that win.
+
+        Example:
+            >>> first, second = ts.data.Options(), ts.data.Options()
+            >>> first.deterministic = True
+            >>> first.merge(second).deterministic
+            True
+        """
+        merged = Options()
+        for source in (self, options):
+            policy = source.experimental_distribute._auto_shard_policy
+            if policy is not None:
+                merged.experimental_distribute.auto_shard_policy = policy
+            if source.deterministic is not None:
+                merged.deterministic = source.deterministic
+        return merged
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        names = ("experimental_distribute", "deterministic")
+        _check_name(self, name, (*names, *(f"_{name}" for name in names)))
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        policy = self.experimental_distribute.auto_shard_policy
+        return f"Options(auto_shard_policy={policy.name}, deterministic={self.deterministic})"
+
+
+def _check_name(options: Any, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        known = ", ".join(known for known in names if not known.startswith("_"))
+        raise AttributeError(
+            f"{type(options).__name__} has no option {name!r}, only {known}. tf's other options tune tf's engine and "
+            "have no counterpart."
+        )

@@ -1,0 +1,255 @@
+"""Shuffling with a buffer.
+
+The order in which items leave the buffer is a function of a key and of the number of items. So positions are shuffled
+as integers, and elements by their numbers: a state holds integers, never elements, and elements that were in the buffer
+are read again on resuming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.pipeline.randomness import mix
+
+__all__ = ["Shuffle", "ShuffleElements"]
+
+_MIN_ANCHOR_INTERVAL = 1024
+_MIN_MARK_INTERVAL = 64
+
+
+class Shuffle(Node):
+    """Shuffles integers.
+
+    A state names the latest *anchor*, a copy of the buffer made once in a buffer's length, and how many items left it
+    since. So taking a state costs nothing, and resuming repeats less than a buffer's length.
+
+    Args:
+        source: of the integers.
+        buffer_size: how many wait to be chosen from.
+        key: decides the order.
+        reshuffles: each repetition has an order of its own.
+    """
+
+    def __init__(self, source: Node, buffer_size: int, key: Sequence[int], *, reshuffles: bool) -> None:
+        super().__init__()
+        self._source = source
+        self._buffer_size = buffer_size
+        self._key = list(key)
+        self._reshuffles = reshuffles
+        self._repetition = -1
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._is_filled = False
+        if state is None:
+            self._repetition += 1
+            self._source.reset()
+            self._beginning = self._source.state_dict()
+            self._anchor: State | None = None
+            self._num_drawn = 0
+            return
+        self._repetition = state["repetition"]
+        self._beginning = state["beginning"]
+        self._anchor = state["anchor"]
+        self._num_drawn = 0
+        if self._anchor is None:
+            self._source.reset(self._beginning)
+        else:
+            self._source.reset(self._anchor["source"])
+            self._buffer = self._anchor["buffer"].tolist()
+            self._carry: list[Any] = []
+            self._order: np.ndarray[Any, Any] | None = None
+            self._num_drawn = self._anchor["num_drawn"]
+            self._rng = self._make_rng(self._num_drawn)
+            self._is_filled = True
+        self.skip(state["num_drawn"] - self._num_drawn)
+
+    @override
+    def read(self, count: int) -> list[Any]:
+        if count < 1:
+            return []
+        if not self._is_filled:
+            self._fill()
+        if self._order is not None:
+            items: list[Any] = self._order[self._num_drawn : self._num_drawn + count].tolist()
+        else:
+            self._drop_anchor()
+            items = self._draw(count)
+        self._num_drawn += len(items)
+        return items
+
+    @override
+    def get_state(self) -> State:
+        return {
+            "repetition": self._repetition,
+            "beginning": self._beginning,
+            "anchor": self._anchor,
+            "num_drawn": self._num_drawn,
+        }
+
+    def waiting(self) -> list[Any]:
+        """Return the integers that were read and not given yet."""
+        if not self._is_filled:
+            return []
+        return self._buffer + self._carry if self._order is None else list(self._order[self._num_drawn :].tolist())
+
+    def _make_rng(self, num_drawn: int) -> np.random.Generator:
+        seed = mix([*self._key, self._repetition if self._reshuffles else 0])
+        return np.random.Generator(np.random.PCG64(seed).advance(num_drawn))
+
+    def _fill(self) -> None:
+        # One more than fits tells whether all items fit, which makes the order a plain permutation.
+        items = self._source.read_integers(self._buffer_size + 1)
+        self._rng = self._make_rng(0)
+        if len(items) <= self._buffer_size:
+            self._order = self._rng.permutation(items)
+        else:
+            self._order = None
+            self._buffer, self._carry = items[:-1].tolist(), items[-1:].tolist()
+        self._is_filled = True
+
+    def _drop_anchor(self) -> None:
+        since = self._num_drawn - (0 if self._anchor is None else self._anchor["num_drawn"])
+        if since >= max(self._buffer_size, _MIN_ANCHOR_INTERVAL):
+            self._anchor = {
+                "buffer": torch.tensor(self._buffer, dtype=torch.int64, device="cpu"),
+                "source": self._source.state_dict(),
+                "num_drawn": self._num_drawn,
+            }
+
+    def _draw(self, count: int) -> list[Any]:
+        buffer = self._buffer
+        arrivals = self._carry + self._source.read(count - len(self._carry))
+        self._carry = []
+        choices = self._rng.random(min(count, len(arrivals) + len(buffer))).tolist()
+        items = []
+        size = len(buffer)
+        for choice, arrival in zip(choices, arrivals, strict=False):
+            chosen = int(choice * size)
+            items.append(buffer[chosen])
+            buffer[chosen] = arrival
+        for choice in choices[len(arrivals) :]:
+            chosen = int(choice * len(buffer))
+            buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
+            items.append(buffer.pop())
+        return items
+
+
+class ShuffleElements(Node):
+    """Shuffles elements: their numbers go through ``Shuffle``.
+
+    Args:
+        source: of the elements.
+        buffer_size: how many wait to be chosen from.
+        key: decides the order.
+        reshuffles: each repetition has an order of its own.
+    """
+
+    def __init__(self, source: Node, buffer_size: int, key: Sequence[int], *, reshuffles: bool) -> None:
+        super().__init__()
+        self._numbers = _Numbers(source, max(buffer_size, _MIN_MARK_INTERVAL))
+        self._shuffle = Shuffle(self._numbers, buffer_size, key, reshuffles=reshuffles)
+
+    @override
+    def start(self, state: State | None) -> None:
+        if state is None:
+            self._shuffle.reset()
+            return
+        self._numbers.replay(state["num_read"], is_ended=state["is_ended"])
+        self._shuffle.reset(state["shuffle"])
+        self._numbers.refill(self._shuffle.waiting(), state["marks"])
+
+    @override
+    def read(self, count: int) -> list[Any]:
+        return [self._numbers.elements.pop(number) for number in self._shuffle.read(count)]
+
+    @override
+    def get_state(self) -> State:
+        return {"shuffle": self._shuffle.state_dict(), **self._numbers.progress()}
+
+
+class _Numbers(Node):
+    """Numbers the elements of a source, and keeps them until they are taken.
+
+    Args:
+        source: of the elements.
+        interval: elements between two marks, which are states of the source.
+    """
+
+    def __init__(self, source: Node, interval: int) -> None:
+        super().__init__()
+        self._source = source
+        self._interval = interval
+        self._replayed: tuple[int, bool] | None = None
+        self.elements: dict[int, Any] = {}
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._num_read = 0 if state is None else state["num_read"]
+        self._is_ended = False
+        self.elements = {}
+        self._marks: list[tuple[int, State]] = []
+        if self._replayed is None:
+            self._source.reset()
+            self._marks.append((0, self._source.state_dict()))
+
+    @override
+    def read(self, count: int) -> list[Any]:
+        first = self._num_read
+        if self._replayed is not None:
+            self._num_read = min(self._replayed[0], first + count)
+            return list(range(first, self._num_read))
+        while self._num_read < first + count and not self._is_ended:
+            if self._num_read >= self._marks[-1][0] + self._interval:
+                self._forget_marks()
+                self._marks.append((self._num_read, self._source.state_dict()))
+            wanted = min(first + count, self._marks[-1][0] + self._interval) - self._num_read
+            found = self._source.read(wanted)
+            self.elements.update(enumerate(found, self._num_read))
+            self._num_read += len(found)
+            self._is_ended = len(found) < wanted
+        return list(range(first, self._num_read))
+
+    @override
+    def get_state(self) -> State:
+        return {"num_read": self._num_read}
+
+    def progress(self) -> State:
+        """Return what ``replay`` and ``refill`` need."""
+        return {"num_read": self._num_read, "is_ended": self._is_ended, "marks": list(self._marks)}
+
+    def replay(self, num_read: int, *, is_ended: bool) -> None:
+        """Give numbers only, without elements, until ``refill``."""
+        self._replayed = (num_read, is_ended)
+
+    def refill(self, waiting: list[int], marks: list[Any]) -> None:
+        """Read the waiting elements again, and go on where the state was taken."""
+        num_read, is_ended = self._replayed or (0, False)
+        self._replayed = None
+        self._num_read, self._is_ended = num_read, is_ended
+        self._marks = [(number, state) for number, state in marks]
+        oldest = min(waiting, default=num_read)
+        number, state = max((mark for mark in self._marks if mark[0] <= oldest), key=lambda mark: mark[0])
+        self._source.reset(state)
+        needed = set(waiting)
+        while number < num_read:
+            found = self._source.read(min(self._interval, num_read - number))
+            if not found:
+                raise RuntimeError(
+                    f"The data has changed since the state was taken: {num_read} elements had been read before a "
+                    f"shuffle, now there are {number}."
+                )
+            self.elements.update((n, element) for n, element in enumerate(found, number) if n in needed)
+            number += len(found)
+
+    def _forget_marks(self) -> None:
+        """Leave out the marks before the last one that is needed."""
+        oldest = next(iter(self.elements), self._num_read)  # they were put in by number
+        while len(self._marks) > 1 and self._marks[1][0] <= oldest:
+            self._marks.pop(0)
