@@ -24,7 +24,7 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 18
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 20
     assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE)) == 2
 
 

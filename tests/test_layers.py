@@ -21,7 +21,7 @@ LAYERS = [
     {"strategy"},
     {"strategies"},
     {"nn", "metrics", "checkpoint", "testing", "losses", "regularizers", "layer_losses", "functions", "summary"},
-    {"experimental", "train", "config"},
+    {"experimental", "train", "config", "utils"},
     {"__init__"},
 ]
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
@@ -156,7 +156,7 @@ def test_no_import_cycles():
         ("values.py", "import torch.utils._pytree as pytree", "only ['tree.py'] may"),
         ("values.py", "from torch.utils._pytree import tree_map", "only ['tree.py'] may"),
         ("values.py", "from torch.utils import _pytree", "only ['tree.py'] may"),
-        ("values.py", "from torchstrategy.utils import thing", "no layer"),
+        ("values.py", "from torchstrategy.helpers import thing", "no layer"),
         (
             "values.py",
             "if TYPE_CHECKING:\n    x = 1\nelse:\n    import torchstrategy.nn",

@@ -1,6 +1,19 @@
 """tf.distribute for PyTorch: one training program, any number of replicas."""
 
-from torchstrategy import config, errors, experimental, losses, metrics, nn, regularizers, summary, testing, train
+from torchstrategy import (
+    config,
+    data,
+    errors,
+    experimental,
+    losses,
+    metrics,
+    nn,
+    regularizers,
+    summary,
+    testing,
+    train,
+    utils,
+)
 from torchstrategy.collectives.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -8,6 +21,7 @@ from torchstrategy.collectives.cross_device_ops import (
     ReductionToOneDevice,
 )
 from torchstrategy.data.context import InputContext
+from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
 from torchstrategy.functions import function
 from torchstrategy.layer_losses import add_loss, losses_of, regularize
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
@@ -38,6 +52,8 @@ from torchstrategy.version import __version__
 
 __all__ = [
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
     "InputContext",
@@ -62,6 +78,7 @@ __all__ = [
     "add_loss",
     "compute_average_loss",
     "config",
+    "data",
     "errors",
     "experimental",
     "experimental_set_strategy",
@@ -80,4 +97,5 @@ __all__ = [
     "summary",
     "testing",
     "train",
+    "utils",
 ]

@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 
-__all__ = ["info_once", "logger", "set_rank", "show_info", "warn_once"]
+__all__ = ["info_once", "logger", "set_rank", "show_info", "warn_once", "warning_once"]
 
 logger = logging.getLogger("torchstrategy")
 
@@ -61,6 +61,13 @@ def info_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         logger.info(message)
+
+
+def warning_once(message: str) -> None:
+    """Log a line at level WARNING the first time this process says it: a program may well mean what it does."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
 
 
 def warn_once(message: str, stacklevel: int = 3) -> None:

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 __all__ = [
+    "AutoShardPolicy",
     "CommunicationImplementation",
     "CommunicationOptions",
     "InputOptions",
@@ -77,6 +78,22 @@ class VariableAggregation(enum.Enum):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class AutoShardPolicy(enum.Enum):
+    """How several processes divide a dataset of global batches among themselves, as ``tf.data.experimental`` has it.
+
+    ``DATA`` cuts every global batch: each replica gets its chunk, and a step holds the batch of a single replica.
+    ``FILE`` gives each process files of its own. ``OFF`` gives every process the whole dataset. ``HINT`` replaces
+    ``dataset.shard(SHARD_HINT, SHARD_HINT)``. ``AUTO`` is ``FILE`` where several processes read a dataset of at least
+    as many files, else ``DATA``.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
 
 
 class CommunicationImplementation(enum.Enum):
@@ -172,6 +189,7 @@ class RunOptions:
     Args:
         experimental_enable_dynamic_batch_size: allow batches of differing sizes.
         experimental_bucketizing_dynamic_shape: pad dynamic shapes to buckets.
+        experimental_xla_options: options for the compiler.
 
     Example:
         >>> ts.RunOptions().experimental_enable_dynamic_batch_size
@@ -180,3 +198,4 @@ class RunOptions:
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object | None = None

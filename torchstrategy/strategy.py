@@ -22,7 +22,7 @@ from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients import GradientSummer
 from torchstrategy.log import set_rank, show_info
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
-from torchstrategy.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
+from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
 from torchstrategy.replicas.buffers import BufferSync
@@ -297,18 +297,26 @@ class Strategy:
         return local_results(value, len(self.placement.devices))
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+        auto_shard_policy: AutoShardPolicy | None = None,
     ) -> Any:
         """Split the global batches of a dataset between the replicas.
 
         Each batch of m examples is cut into consecutive chunks of ``ceil(m / num_replicas_in_sync)``; later replicas
-        may get fewer examples or none. Every example is used exactly once, in the same order on all processes.
+        may get fewer examples or none. Every example is used exactly once, in the same order on all processes. Several
+        processes may also read files of their own, see ``auto_shard_policy``.
 
         Args:
-            dataset: a ``DataLoader`` of global batches, a map-style dataset or (nested) arrays or tensors together with
-                ``batch_size``, or any re-iterable of global batches.
+            dataset: a ``DataLoader`` of global batches, a ``ts.data.Dataset``, a map-style or iterable dataset or
+                (nested) arrays or tensors together with ``batch_size``, or any re-iterable of global batches.
             options: how elements reach the devices.
             batch_size: global batch size; only for datasets without one.
+            auto_shard_policy: how several processes divide the data; ``None`` means what the options of a
+                ``ts.data.Dataset`` say, else ``AUTO``.
 
         Returns:
             A re-iterable; its elements go to ``run`` as arguments.
@@ -316,6 +324,8 @@ class Strategy:
         Raises:
             TypeError: ``dataset`` is none of these.
             ValueError: ``batch_size`` is missing or superfluous, or the loader already shards.
+            InvalidArgumentError: ``AutoShardPolicy.FILE`` with fewer files than processes.
+            NotFoundError: ``AutoShardPolicy.FILE`` with several processes and no list of files.
 
         Example:
             >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -323,7 +333,7 @@ class Strategy:
             >>> strategy.experimental_local_results(next(iter(dataset)))
             (tensor([0, 1]), tensor([2]))
         """
-        return distribute_dataset(dataset, self.placement, self.workers, options, batch_size)
+        return distribute_dataset(dataset, self.placement, self.workers, options, batch_size, auto_shard_policy)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None

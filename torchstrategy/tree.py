@@ -7,13 +7,25 @@ Containers are what torch's pytree knows (tuple, list, dict, OrderedDict, namedt
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils import _pytree
 
-__all__ = ["all_leaves", "describe", "flatten", "map_leaves", "map_structure", "same_structure"]
+__all__ = [
+    "all_leaves",
+    "describe",
+    "flatten",
+    "flatten_row",
+    "from_text",
+    "map_leaves",
+    "map_structure",
+    "same_structure",
+    "to_text",
+    "unflatten",
+]
 
 _Spec = _pytree.TreeSpec
 _DESCRIBED = 120
@@ -37,6 +49,31 @@ _pytree.register_pytree_node(
 def flatten(structure: Any) -> tuple[list[Any], _Spec]:
     """Return the leaves in order and a spec whose ``unflatten(leaves)`` builds the structure again."""
     return _pytree.tree_flatten(_expand(structure))
+
+
+def flatten_row(row: Any) -> tuple[list[Any], _Spec]:
+    """Do what ``flatten`` does, ten times faster, for a list, tuple or dict that is known to hold no containers."""
+    if type(row) is dict:
+        return list(row.values()), _dict_spec(tuple(row))
+    cls: Any = type(row)
+    return list(row), _sequence_spec(cls, len(row))
+
+
+def unflatten(spec: _Spec, leaves: Sequence[Any]) -> Any:
+    """Build the structure again."""
+    if spec.type in (tuple, list) and spec.num_nodes == len(leaves) + 1:  # much faster than torch's general way
+        return spec.type(leaves)
+    return spec.unflatten(leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _sequence_spec(cls: Any, length: int) -> _Spec:
+    return flatten(cls([None] * length))[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _dict_spec(keys: tuple[Any, ...]) -> _Spec:
+    return flatten(dict.fromkeys(keys))[1]
 
 
 def all_leaves(structure: Any) -> list[Any]:
@@ -82,6 +119,19 @@ def describe(spec: _Spec) -> str:
         return ""
     text = " ".join(repr(spec).replace("TreeSpec", "").split())
     return f" of {text}" if len(text) <= _DESCRIBED else f" of {text[:_DESCRIBED]}... ({zlib.crc32(text.encode()):x})"
+
+
+def to_text(spec: _Spec) -> str | None:
+    """Return a spec as text for another process, or ``None`` if it holds a class that text can't name."""
+    try:
+        return _pytree.treespec_dumps(spec)
+    except (TypeError, NotImplementedError, ValueError):
+        return None
+
+
+def from_text(text: str) -> _Spec:
+    """Return the spec that ``to_text`` made a text of."""
+    return _pytree.treespec_loads(text)
 
 
 def _is_dataclass(value: Any) -> bool:

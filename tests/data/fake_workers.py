@@ -17,6 +17,7 @@ class FakeWorkers:
         self.rank = rank
         self.size = job.size
         self.operations = []
+        self.failures = []
         self._job = job
 
     def exchange(self, operation, payload):
@@ -25,6 +26,9 @@ class FakeWorkers:
 
     def broadcast_object(self, operation, payload):
         return self.exchange(operation, payload if self.rank == 0 else None)[0]
+
+    def report_failure(self, operation, error):
+        self.failures.append((operation, error))
 
 
 class _Job:

@@ -10,12 +10,12 @@ from torchstrategy.data.batch import (
     TensorSpec,
     batch_length,
     components,
-    deliver,
     describe,
     empty_like,
     join_parts,
     split_batch,
 )
+from torchstrategy.data.prefetch import DeviceCopies
 from torchstrategy.values import BatchShares, PerReplica, get_shares
 
 Pair = namedtuple("Pair", "x y")
@@ -29,7 +29,8 @@ class Record:
 
 def split(batch, num_replicas):
     placement = one_process(num_replicas)
-    return deliver(split_batch(components(batch), placement), placement, to_device=True)
+    copies = DeviceCopies(placement, to_device=True)
+    return copies.finish(copies.start(split_batch(components(batch), placement)))
 
 
 def values(leaf):

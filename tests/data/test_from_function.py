@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -168,21 +170,45 @@ def test_scalars_end_where_a_rank_ends():
     assert run_ranks(2, read_rank) == [[[0], [1]]] * 2
 
 
-def test_a_rank_without_any_data_is_an_error_on_every_rank():
+def test_a_rank_without_any_data_gets_empty_batches_of_the_others_structure():
     def read_rank(placement, workers):
-        data = batches(2 if workers.rank == 0 else 0, 1)
-        with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] no data at all"):
+        rows = [{"x": torch.ones(2, 3), "names": ["a", "b"], "none": None, "pair": (torch.ones(2),)}]
+        data = rows if workers.rank == 0 else []
+        (element,) = distribute_from_function(lambda _: data, placement, workers)
+        return element["x"].shape, element["names"], element["none"], element["pair"][0].tolist()
+
+    none = ((0, 3), [], None, [])
+    assert run_ranks(3, read_rank) == [((2, 3), ["a", "b"], None, [1, 1]), none, none]
+    assert run_ranks(2, lambda p, w: list(distribute_from_function(lambda _: [], p, w))) == [[], []]
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+
+
+def test_a_structure_that_cannot_be_sent_is_an_error_on_every_rank():
+    def read_rank(placement, workers):
+        data = [Point(torch.ones(2))] if workers.rank == 0 else []
+        with pytest.raises(RuntimeError, match=r"gave ranks \[1, 2\] no data at all"):
             list(distribute_from_function(lambda _: data, placement, workers))
         return True
 
     assert run_ranks(3, read_rank) == [True] * 3
-    assert run_ranks(2, lambda p, w: list(distribute_from_function(lambda _: [], p, w))) == [[], []]
 
 
-def test_different_numbers_of_components_are_an_error():
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ((torch.ones(1), torch.ones(1)), r"rank 0: float32 tensor.*\n.*rank 1: .*, float32 tensor .*tuple"),
+        (torch.ones(1, 1), r"rank 1: float32 tensor of 2 dimensions"),
+        (torch.ones(1, dtype=torch.int64), r"rank 1: int64 tensor"),
+    ],
+)
+def test_different_structures_are_an_error(second, message):
     def read_rank(placement, workers):
-        data = [torch.ones(1)] if workers.rank == 0 else [(torch.ones(1), torch.ones(1))]
+        data = [torch.ones(1), torch.ones(1)] if workers.rank == 0 else [torch.ones(1), second]
         list(distribute_from_function(lambda _: data, placement, workers))
 
-    with pytest.raises(DisagreementError, match=r"\[1, 2\]"):
+    with pytest.raises(DisagreementError, match=message):
         run_ranks(2, read_rank)

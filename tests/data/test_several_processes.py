@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -61,10 +62,15 @@ class RandomStream(IterableDataset):
             yield torch.randint(100, (5,))
 
 
+class Subclass(DataLoader):
+    pass
+
+
 class Doubling(DataLoader):
     def __iter__(self):
         for batch in super().__iter__():
-            yield batch * 2
+            if len(batch) == self.batch_size:
+                yield batch * 2
 
 
 def values(element):
@@ -218,7 +224,7 @@ def test_every_option_of_the_loader_is_kept():
         torch.manual_seed(worker_id)
 
     def read(placement, workers):
-        loader = Doubling(
+        loader = Subclass(
             range(8),
             4,
             num_workers=1,
@@ -233,13 +239,49 @@ def test_every_option_of_the_loader_is_kept():
         )
         dataset = distribute_dataset(loader, placement, workers)
         copy = dataset._source._loader
-        assert type(copy) is Doubling
+        assert type(copy) is Subclass
         options = loader.__dict__
         changed = {name for name in options if options[name] is not copy.__dict__[name]}
-        assert changed == {"batch_sampler"}
+        assert changed == {"batch_sampler", "dataset", "collate_fn", "worker_init_fn"}
         return [[values(element) for element in dataset] for _ in range(2)]
 
-    assert run_ranks(2, read) == [[[[[200, 202]], [[208, 210]]]] * 2, [[[[204, 206]], [[212, 214]]]] * 2]
+    assert run_ranks(2, read) == [[[[[100, 101]], [[104, 105]]]] * 2, [[[[102, 103]], [[106, 107]]]] * 2]
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_read_whole():
+    def read(placement, workers):
+        return [values(element) for element in distribute_dataset(Doubling(range(10), 4), placement, workers)]
+
+    assert run_ranks(2, read) == [[[[0, 2]], [[8, 10]]], [[[4, 6]], [[12, 14]]]]
+
+
+def test_batches_that_a_collate_fn_makes_smaller_are_counted_as_they_are():
+    def collate(examples):
+        return torch.tensor([value for value in examples if value != 2])
+
+    def read(placement, workers):
+        dataset = distribute_dataset(DataLoader(range(6), 4, collate_fn=collate), placement, workers)
+        return [(values(element), get_shares(element).shares) for element in dataset]
+
+    assert run_ranks(2, read) == [
+        [([[0, 1]], (2, 1)), ([[4]], (1, 1))],
+        [([[3]], (2, 1)), ([[5]], (1, 1))],
+    ]
+
+
+def test_a_dataset_that_leaves_examples_out_is_an_error():
+    class Filtered(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitems__(self, indices):
+            return [torch.tensor(i) for i in indices if i != 1]
+
+    def read(placement, workers):
+        return list(distribute_dataset(DataLoader(Filtered(), 4), placement, workers))
+
+    with pytest.raises(ValueError, match=r"__getitems__ gave \[1\] examples where \[2\] were asked for"):
+        run_ranks(2, read)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -272,7 +314,7 @@ def test_arrays_and_lists_of_batches():
         batches = distribute_dataset([torch.arange(4), torch.arange(4, 7)], placement, workers)
         num_talks = len(workers.operations)
         first = [values(y) for _, y in by_size]
-        assert len(workers.operations) == num_talks  # their shares are arithmetic
+        assert workers.operations[num_talks:] == ["number of the batch to go on with"]  # their shares are arithmetic
         return first, [values(x) for x in batches], len(by_size), batches.element_spec
 
     ranks = run_ranks(2, read)
@@ -299,10 +341,16 @@ def by_rank(data):
                 lambda: DataLoader(range(9), batch_sampler=[[0, 1], [2, 3]]),
                 lambda: DataLoader(range(9), batch_sampler=[[0, 1], [3, 2]]),
             ],
-            r"order of all index batches.*rank 1: \[2",
+            r"order of the index batches so far.*rank 1: \[2",
         ),
-        ([lambda: [torch.ones(2)] * 2, lambda: [torch.ones(2)]], r"next global batch.*rank 0: \[2\]; rank 1: None"),
-        ([lambda: [torch.ones(2)], lambda: [torch.ones(3)]], r"rank 0: \[2\]; rank 1: \[3\]"),
+        (
+            [lambda: [torch.ones(2)] * 2, lambda: [torch.ones(2)]],
+            r"next global batch.*rank 0: number 1: float32\[2\]; rank 1: None",
+        ),
+        (
+            [lambda: [torch.ones(2)], lambda: [torch.ones(3)]],
+            r"rank 0: number 0: float32\[2\]; rank 1: number 0: float32\[3\]",
+        ),
         (
             [
                 lambda: DataLoader(range(4), 2, shuffle=True),
@@ -334,7 +382,7 @@ def test_arrays_of_different_length_are_an_error():
     def distribute(placement, workers):
         distribute_dataset(torch.ones(4 + workers.rank), placement, workers, batch_size=2)
 
-    with pytest.raises(DisagreementError, match=r"rank 0: \[4, 2\]; rank 1: \[5, 2\]"):
+    with pytest.raises(DisagreementError, match=r"rank 0: \[4, 2, \d+\]; rank 1: \[5, 2, \d+\]"):
         run_ranks(2, distribute)
 
 

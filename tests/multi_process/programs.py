@@ -173,6 +173,24 @@ def fails_outside() -> None:
     strategy.reduce("sum", torch.ones(3))
 
 
+class _BadFile:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __iter__(self):
+        yield torch.ones(2)
+        if self._rank == 1:
+            raise OSError("shard-3.npz is damaged")
+        yield torch.ones(2)
+
+
+def bad_data_on_one_rank() -> None:
+    strategy = ts.MirroredStrategy(["cpu:0"])
+    data = _BadFile(strategy.workers.rank)
+    for batch in strategy.experimental_distribute_dataset(data, auto_shard_policy=ts.data.AutoShardPolicy.OFF):
+        strategy.run(lambda x: ts.get_replica_context().all_reduce("sum", x.sum()), args=(batch,))
+
+
 def step_outside_run() -> None:
     strategy = ts.MirroredStrategy()
     with strategy.scope():

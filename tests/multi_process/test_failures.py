@@ -23,6 +23,12 @@ def test_an_exception_names_the_rank_on_every_rank(process_pool):
     assert "Rank 1 (replica 1) failed in Strategy.run: ValueError: boom" in str(errors[0])
 
 
+def test_bad_data_on_one_rank_is_named_on_the_other(process_pool):
+    errors = errors_of(process_pool(2), programs.bad_data_on_one_rank)
+    assert isinstance(errors[1], OSError)
+    assert "Rank 1 failed in reading the dataset: OSError: shard-3.npz is damaged" in str(errors[0])
+
+
 def test_a_killed_rank_is_named(process_pool):
     errors = errors_of(process_pool(2), programs.fails, "dies")
     assert isinstance(errors[0], ts.errors.ReplicaFailedError)

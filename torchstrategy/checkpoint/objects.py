@@ -90,7 +90,11 @@ class TrackedModule(Tracked):
 
 
 class TrackedStateful(Tracked):
-    """Anything with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
+    """Anything with ``state_dict`` and ``load_state_dict``, such as a scheduler or a distributed dataset."""
+
+    @property
+    def is_collective(self) -> bool:
+        return getattr(self.obj, "state_is_collective", False) is True
 
     def capture(self, strategy: Any) -> Any:  # noqa: ARG002
         return to_plain(self.obj.state_dict(), self.name)

@@ -111,6 +111,10 @@ class WorkerGroup:
             )
         return [row[3] for row in rows]
 
+    def report_failure(self, operation: str, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that none waits for it."""
+        self.watch.report(operation, error)
+
     def agree(self, operation: str, signature: Any, what: str) -> None:
         """Check that all ranks bring the same signature.
 

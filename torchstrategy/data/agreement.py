@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from torchstrategy.errors import DisagreementError
+from torchstrategy.errors import DisagreementError, InvalidArgumentError
 
 __all__ = ["OrderDigest", "SharedStream", "Workers", "check_equal", "find_generators", "known_length"]
 
@@ -39,69 +41,108 @@ class Workers(Protocol):
     def broadcast_object(self, operation: str, payload: Any) -> Any:
         """Give rank 0's payload to all."""
 
+    def report_failure(self, operation: str, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that none waits for it."""
+
 
 class SharedStream:
-    """Random numbers that are the same on every rank, for what decides the order of the data.
+    """Random numbers for what decides the order of the data: the same on every rank, and the same after a resume.
 
-    The first draw continues the chief's stream, exactly as in a program of one process. Later ones come from a stream
-    of their own, because by then the ranks' models have drawn differently.
+    The first draw continues the chief's stream, exactly as in a program of one process. Later draws come from a stream
+    of their own, because by then the ranks' models have drawn differently, and a model that draws must not change the
+    order.
 
     Args:
-        workers: the processes.
+        workers: the processes, ``None`` if there is one.
         generators: the data's own generators; the chief's states are adopted for good.
+        start: the states at the start of an iteration that goes on, as ``start`` returned them.
+        current: the state to go on with; ``None`` draws everything again from the start.
     """
 
-    def __init__(self, workers: Workers, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self,
+        workers: Workers | None,
+        generators: Sequence[torch.Generator],
+        start: Sequence[Tensor] | None = None,
+        current: Tensor | None = None,
+    ) -> None:
         self._workers = workers
         self._generators = list(generators)
-        self._state: Tensor | None = None
+        self._start = None if start is None else list(start)
+        self._is_replay = start is not None
+        self._state = current
+
+    @property
+    def start(self) -> list[Tensor] | None:
+        """The states of torch's default generator and the data's own ones before the first draw, once it was made."""
+        return self._start
+
+    @property
+    def current(self) -> Tensor | None:
+        """The state of the stream now, once it is one of its own."""
+        return self._state
 
     def draw(self, fn: Callable[[], T]) -> T:
         """Call ``fn`` with the shared stream as torch's default CPU generator."""
         own = torch.get_rng_state()
-        if self._state is None:
-            self._adopt_chief(own)
-        else:
+        is_first = self._state is None
+        if self._state is not None:
             torch.set_rng_state(self._state)
+        else:
+            self._begin(own)
         try:
             return fn()
         finally:
             drawn = torch.get_rng_state()
-            is_first, self._state = self._state is None, drawn
-            if is_first:
-                self._state = _descendant(drawn)
-            if not is_first or self._workers.rank != 0:
+            self._state = _descendant(drawn) if is_first else drawn
+            if self._is_replay or not is_first or (self._workers is not None and self._workers.rank != 0):
                 torch.set_rng_state(own)
 
-    def _adopt_chief(self, own: Tensor) -> None:
-        states = [_encode(own), *(_encode(generator.get_state()) for generator in self._generators)]
-        received = self._workers.broadcast_object("data order: random state", states)
+    def seed(self) -> int:
+        """Return a seed that is a function of the states before the first draw."""
+        states = self._start or []
+        digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _begin(self, own: Tensor) -> None:
+        if self._start is None:
+            states = [own, *(generator.get_state() for generator in self._generators)]
+            self._start = states if self._workers is None else self._chief_states(self._workers, states)
+            if self._workers is None or self._workers.rank == 0:
+                return
+        elif len(self._start) != len(self._generators) + 1:
+            raise InvalidArgumentError(
+                f"The state to resume from is of data with {len(self._start) - 1} torch generators, this data has "
+                f"{len(self._generators)}. Build the same dataset as when the state was taken."
+            )
+        torch.set_rng_state(self._start[0])
+        for generator, state in zip(self._generators, self._start[1:], strict=True):
+            generator.set_state(state)
+
+    @staticmethod
+    def _chief_states(workers: Workers, states: list[Tensor]) -> list[Tensor]:
+        received = workers.broadcast_object("data order: random state", [_encode(state) for state in states])
         if len(received) != len(states):
             raise DisagreementError(
-                f"Rank 0's dataset has {len(received) - 1} torch generators, rank {self._workers.rank}'s has "
+                f"Rank 0's dataset has {len(received) - 1} torch generators, rank {workers.rank}'s has "
                 f"{len(states) - 1}. Build the same dataset on every rank."
             )
-        if self._workers.rank != 0:
-            torch.set_rng_state(_decode(received[0]))
-            for generator, state in zip(self._generators, received[1:], strict=True):
-                generator.set_state(_decode(state))
+        return [_decode(text) for text in received]
 
 
-class OrderDigest:
-    """A running hash of the index batches of one iteration."""
+class OrderDigest(NamedTuple):
+    """A running checksum of the index batches of one iteration."""
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._num_batches = 0
+    num_batches: int = 0
+    checksum: int = 0
 
-    def add(self, indices: Sequence[Any]) -> None:
-        """Count one global index batch in."""
-        self._hash.update(repr(indices).encode())
-        self._num_batches += 1
-
-    def record(self) -> list[Any]:
-        """Return what the ranks compare: the number of batches and their hash."""
-        return [self._num_batches, self._hash.hexdigest()[:16]]
+    def add(self, indices: Sequence[Any]) -> OrderDigest:
+        """Return the checksum with one more global index batch."""
+        try:
+            text = array("q", indices).tobytes()  # much faster than repr
+        except (TypeError, OverflowError):
+            text = repr(indices).encode()
+        return OrderDigest(self.num_batches + 1, zlib.crc32(text, self.checksum + len(indices)))
 
 
 def check_equal(workers: Workers, operation: str, payload: Any, advice: str) -> None:

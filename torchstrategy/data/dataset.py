@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
-from torchstrategy.data.batch import LocalBatch, deliver, describe
-from torchstrategy.data.sources import Source
+from torchstrategy.data.agreement import Workers
+from torchstrategy.data.batch import LocalBatch, describe
+from torchstrategy.data.checks import note_no_batches
+from torchstrategy.data.policy import Sharding
+from torchstrategy.data.position import Position, check_state
+from torchstrategy.data.prefetch import DeviceCopies, InFlight
+from torchstrategy.data.sources import Reading, Source
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
 from torchstrategy.options import InputOptions
@@ -27,7 +32,10 @@ class DistributedDataset:
     Args:
         source: where the elements come from.
         placement: the replicas of this process.
+        workers: the strategy's processes, ``None`` if there is one.
         options: whether elements are moved to the replicas' devices, and how far ahead.
+        sharding: how processes divide the data, ``None`` if nothing is divided.
+        other_source: reads the same data in the way that a state of another number of processes may have been read.
 
     Example:
         >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -44,14 +52,38 @@ class DistributedDataset:
         }
     """
 
-    def __init__(self, source: Source, placement: Placement, options: InputOptions) -> None:
+    def __init__(
+        self,
+        source: Source,
+        placement: Placement,
+        workers: Workers | None,
+        options: InputOptions,
+        sharding: Sharding | None = None,
+        other_source: Source | None = None,
+    ) -> None:
         self._source = source
+        self._other_source = other_source
         self._placement = placement
+        self._workers = workers
         self._options = options
+        self._sharding = sharding
         self._element_spec: Any = None
+        self._cursor = _Cursor(source, None, None)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._source.batches(), self._placement, self._options)
+        reading, cursor = self._open()
+        copies = DeviceCopies(self._placement, self._options.experimental_fetch_to_device is not False)
+        num_ahead = self._options.experimental_per_replica_buffer_size if copies.is_needed else 0
+        return DistributedIterator(reading, copies, num_ahead, cursor, self)
+
+    def _open(self) -> tuple[Reading, _Cursor]:
+        """Start an iteration, or go on with the one of a loaded state."""
+        source, start = self._cursor.source, self._cursor.loaded
+        if start is None or (start["is_finished"] and source is not self._source):
+            source, start = self._source, None
+        reading = source.start(start)
+        self._cursor = _Cursor(source, reading.position, start)
+        return reading, self._cursor
 
     def __len__(self) -> int:
         length = self._source.length()
@@ -73,6 +105,112 @@ class DistributedDataset:
             leaves = specs if num_local == 1 else [spec and PerReplica((spec,) * num_local) for spec in specs]
             self._element_spec = example.spec.unflatten(leaves)
         return self._element_spec
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest iteration is: after the last element that it gave.
+
+        With several processes that have data of their own (``state_is_collective``) every process must call it. A
+        state can be loaded by the same dataset distributed over another number of replicas or processes. Batches cut by
+        ``AutoShardPolicy.DATA`` then go on in the same order. Processes with streams of their own take over those that
+        have no process any more.
+
+        Returns:
+            Plain data (tensors, numbers, strings, dicts, lists). ``"step"`` is the number of elements given in this
+            epoch, ``"is_finished"`` whether the epoch was at its end.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> dataset = strategy.experimental_distribute_dataset(torch.arange(6), batch_size=2)
+            >>> iterator = iter(dataset)
+            >>> _ = next(iterator)
+            >>> state = dataset.state_dict()
+            >>> one = ts.OneDeviceStrategy("cpu:0")
+            >>> rest = one.experimental_distribute_dataset(torch.arange(6), batch_size=2)
+            >>> rest.load_state_dict(state)
+            >>> list(rest)
+            [tensor([2, 3]), tensor([4, 5])]
+        """
+        return self._full_state(self._cursor)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where a state was taken; if that was the end of an epoch, a new one begins.
+
+        Args:
+            state: what ``state_dict`` returned.
+
+        Raises:
+            TypeError: it is no such state.
+            InvalidArgumentError: it is of a dataset that is read in another way.
+        """
+        sources = {source.kind: source for source in (self._other_source, self._source) if source is not None}
+        check_state(state, list(sources))
+        self._cursor = _Cursor(sources[state["kind"]], None, state["position"])
+
+    @property
+    def state_is_collective(self) -> bool:
+        """Whether every process must call ``state_dict`` at the same point, because each has data of its own."""
+        return self._cursor.source.is_collective
+
+    def explain_sharding(self) -> str:
+        """Say how the data is divided, and why.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> dataset = strategy.experimental_distribute_dataset(torch.arange(6), batch_size=2)
+            >>> print(dataset.explain_sharding())
+            DATA: one process reads everything. Whole batches are read and cut. 2 replicas in all.
+        """
+        number = self._placement.num_replicas
+        replicas = f"{number} replica{'' if number == 1 else 's'} in all."
+        if self._sharding is None:
+            return f"{self._source.how} {replicas}"
+        return f"{self._sharding.policy.name}: {self._sharding.reason}. {self._source.how} {replicas}"
+
+    def _full_state(self, cursor: _Cursor) -> dict[str, Any]:
+        position = cursor.local_state()
+        if position is not None and not cursor.is_at_start:
+            position = cursor.source.combine(position)
+        return {
+            "kind": cursor.source.kind,
+            "step": 0 if position is None else position["step"],
+            "is_finished": position is not None and position["is_finished"],
+            "position": position,
+        }
+
+
+class _Cursor:
+    """Where an iteration is for its user: after the last element that was handed out.
+
+    Args:
+        source: what is read.
+        position: where the reading is, ``None`` if there is none yet.
+        loaded: the state that it goes on from.
+    """
+
+    def __init__(self, source: Source, position: Position | None, loaded: dict[str, Any] | None) -> None:
+        self.source = source
+        self._position = position
+        self.loaded = loaded
+        self.is_at_start = True
+        self._snapshot: dict[str, Any] | Exception | None = None
+
+    def move(self, snapshot: dict[str, Any] | Exception | None) -> None:
+        """Count an element, or the end.
+
+        Args:
+            snapshot: the position then, if the reading has gone on since.
+        """
+        self.is_at_start = False
+        self.loaded = None
+        self._snapshot = snapshot
+
+    def local_state(self) -> dict[str, Any] | None:
+        """Return the position in this process's data."""
+        if self.is_at_start or self._position is None:
+            return self.loaded
+        if isinstance(self._snapshot, Exception):
+            raise self._snapshot
+        return self._position.state() if self._snapshot is None else self._snapshot
 
 
 class OptionalElement:
@@ -106,19 +244,25 @@ class DistributedIterator:
     After an error in the dataset the iterator is finished. Dropping it stops its loader's worker processes.
 
     Args:
-        batches: the elements, not yet on the replicas' devices.
-        placement: the replicas of this process.
-        options: whether elements are moved to the replicas' devices, and how far ahead.
+        reading: gives the elements, not yet on the replicas' devices.
+        copies: brings them there.
+        num_ahead: how many elements it starts to bring before they are asked for.
+        cursor: where this iterator is.
+        dataset: what it iterates over.
     """
 
-    def __init__(self, batches: Iterator[LocalBatch], placement: Placement, options: InputOptions) -> None:
-        self._batches = batches
-        self._placement = placement
-        self._to_device = options.experimental_fetch_to_device is not False
-        on_accelerators = self._to_device and all(device.type != "cpu" for device in placement.devices)
-        self._num_ahead = options.experimental_per_replica_buffer_size if on_accelerators else 0
-        self._elements: deque[Any] = deque()
+    def __init__(
+        self, reading: Reading, copies: DeviceCopies, num_ahead: int, cursor: _Cursor, dataset: DistributedDataset
+    ) -> None:
+        self._reading = reading
+        self._copies = copies
+        self._num_ahead = num_ahead
+        self._cursor = cursor
+        self._dataset = dataset
+        self._num_read = 0
+        self._elements: deque[tuple[InFlight, dict[str, Any] | Exception | None]] = deque()
         self._end: Exception | None = None
+        self._end_state: dict[str, Any] | Exception | None = None
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -127,9 +271,15 @@ class DistributedIterator:
         while self._end is None and len(self._elements) <= self._num_ahead:
             self._read()
         if self._elements:
-            return self._elements.popleft()
+            in_flight, snapshot = self._elements.popleft()
+            element = self._copies.finish(in_flight)
+            self._cursor.move(snapshot)
+            return element
         error = self._end
         if error is None or isinstance(error, StopIteration):
+            if self._cursor.is_at_start and self._cursor.loaded is None:
+                note_no_batches(self._dataset._placement)
+            self._cursor.move(self._end_state)
             raise StopIteration
         self._end = RuntimeError(f"This iterator ended with an error before: {error!r}. Take a new one: iter(dataset).")
         raise error
@@ -152,18 +302,56 @@ class DistributedIterator:
         except StopIteration:
             return OptionalElement()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this iterator is, as ``DistributedDataset.state_dict`` does of the latest one."""
+        return self._dataset._full_state(self._cursor)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken, as ``DistributedDataset.load_state_dict`` lets the next iteration do."""
+        self._dataset.load_state_dict(state)
+        self._reading, self._cursor = self._dataset._open()
+        self._elements.clear()
+        self._end = self._end_state = None
+        self._num_read = 0
+
+    @property
+    def state_is_collective(self) -> bool:
+        """Whether every process must call ``state_dict`` at the same point."""
+        return self._cursor.source.is_collective
+
     def _read(self) -> None:
         try:
             batch = self._next_on_cpu()
-            self._elements.append(deliver(batch, self._placement, to_device=self._to_device))
+            # A position that runs ahead of the user must be noted element by element.
+            snapshot = self._snapshot() if self._num_ahead else None
+            self._elements.append((self._copies.start(batch), snapshot))
+            self._num_read += 1
         except StopIteration:
             self._end = StopIteration()
+            self._end_state = self._snapshot() if self._num_ahead else None
         except Exception as error:  # noqa: BLE001 - raised in its turn, after the elements that were read before it
             self._end = error
+            workers = self._dataset._workers
+            if hasattr(error, "add_note"):
+                where = "" if workers is None else f", on rank {workers.rank}"
+                error.add_note(f"Raised while element {self._num_read} of this iteration was read{where}.")
+            if workers is not None:
+                workers.report_failure("reading the dataset", error)
+        except BaseException as interrupt:
+            self._end = RuntimeError(f"This iterator was interrupted by {interrupt!r}. Take a new one: iter(dataset).")
+            raise
+
+    def _snapshot(self) -> dict[str, Any] | Exception:
+        """Return the position, or why there is none: only who asks for it needs to know."""
+        try:
+            return self._reading.position.state()
+        except Exception as error:  # noqa: BLE001 - a user's state_dict
+            return error
 
     def _next_on_cpu(self) -> LocalBatch:
-        if torch.get_default_device().type == "cpu":
-            return next(self._batches)
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not stack or torch.get_default_device().type == "cpu":
+            return next(self._reading)
         # A scope on an accelerator makes it the default device, but loaders draw and collate on the CPU.
         with torch.device("cpu"):
-            return next(self._batches)
+            return next(self._reading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,20 +12,31 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from torchstrategy.data.agreement import Workers, check_equal
+from torchstrategy.data.checks import checksum, note_small_batch
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.dataset import DistributedDataset
 from torchstrategy.data.from_function import FunctionPipelines
+from torchstrategy.data.loader import IndexedLoader, has_index_batches
 from torchstrategy.data.numpy import ArrayBatches, ArrayDataset, make_numpy_dataset
-from torchstrategy.data.sources import ShardedLoader, Source, WholeBatches
+from torchstrategy.data.own_streams import OwnStreams
+from torchstrategy.data.pipeline.dataset import Dataset as Pipeline
+from torchstrategy.data.policy import choose_sharding, shard
+from torchstrategy.data.sources import Source, WholeBatches
 from torchstrategy.devices import Placement
 from torchstrategy.errors import UnimplementedError
-from torchstrategy.options import InputOptions, InputReplicationMode
+from torchstrategy.options import AutoShardPolicy, InputOptions, InputReplicationMode
 
 __all__ = ["distribute_dataset", "distribute_from_function"]
 
 _ACCEPTED = (
-    "Pass a DataLoader of global batches, a map-style dataset or arrays with batch_size=, or an object that can be "
-    "iterated again and again and gives global batches, such as a list of batches."
+    "Pass a DataLoader of global batches, a ts.data.Dataset, a map-style dataset or arrays with batch_size=, or an "
+    "object that can be iterated again and again and gives global batches, such as a list of batches."
+)
+
+
+_SAME_ARRAYS = (
+    "Pass the same arrays on every rank: load the same files, and seed alike what is random "
+    "(ts.utils.set_random_seed). If each rank has arrays of its own, use distribute_datasets_from_function."
 )
 
 
@@ -34,6 +46,7 @@ def distribute_dataset(
     workers: Workers | None,
     options: InputOptions | None = None,
     batch_size: int | None = None,
+    auto_shard_policy: AutoShardPolicy | None = None,
 ) -> DistributedDataset:
     """Split the global batches of a dataset over the replicas.
 
@@ -41,33 +54,40 @@ def distribute_dataset(
     loaded only where they are needed; of an iterable every process reads everything.
 
     Args:
-        dataset: a ``DataLoader``, a map-style dataset, arrays (a numpy array or tensor, or a tuple or dict of them), or
-            any iterable of global batches.
+        dataset: a ``DataLoader``, a ``ts.data.Dataset``, a map-style or iterable dataset, arrays (a numpy array or
+            tensor, or a tuple or dict of them), or any iterable of global batches.
         placement: the replicas of this process.
         workers: the strategy's processes, ``None`` if there is one.
         options: how elements are moved to the devices; ``None`` means the defaults.
         batch_size: examples of a global batch, for data that is not batched yet.
+        auto_shard_policy: how several processes divide the data; ``None`` means what the dataset's options say.
 
     Returns:
         The distributed dataset.
 
     Raises:
-        TypeError: ``dataset`` is no dataset, or can be iterated only once.
+        TypeError: ``dataset`` is no dataset, or can be iterated only once; ``options`` are no ``InputOptions``.
         ValueError: ``dataset`` is ``None``, has a ``DistributedSampler``, needs a ``batch_size`` or must not have one.
         UnimplementedError: the options ask for one dataset per replica.
     """
-    options = options or InputOptions()
+    options = _check_options(options)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise UnimplementedError(
             "InputReplicationMode.PER_REPLICA needs a dataset for each replica: use distribute_datasets_from_function."
         )
-    _check_options(options)
     if dataset is None:
         raise ValueError(f"The dataset must not be None. {_ACCEPTED}")
     if isinstance(dataset, DistributedDataset):
         raise TypeError("The dataset is distributed already.")
     data = dataset if batch_size is None else _batch(dataset, batch_size)
-    return DistributedDataset(_make_source(data, placement, workers), placement, options)
+    _check_iterable(data)
+    if isinstance(data, DataLoader):
+        _check_sampler(data)
+    note_small_batch(data, placement)
+    sharding = choose_sharding(data, auto_shard_policy, workers)
+    make = functools.partial(_make_source, data, placement=placement, workers=workers)
+    other = None if sharding.other is None else make(sharding.other)
+    return DistributedDataset(make(sharding.policy), placement, workers, options, sharding, other)
 
 
 def distribute_from_function(
@@ -91,28 +111,44 @@ def distribute_from_function(
         The distributed dataset. Its length is not known.
 
     Raises:
-        TypeError: ``fn`` returned something that can't be iterated again and again.
+        TypeError: ``fn`` is no function, or returned something that can't be iterated again and again.
         ValueError: the options place the dataset on the device without one dataset per replica.
     """
-    options = options or InputOptions()
-    _check_options(options)
+    options = _check_options(options)
+    if not callable(fn):
+        raise TypeError(
+            f"dataset_fn must be a function that takes an InputContext and returns a dataset. Received: {fn!r}. To "
+            "divide a dataset that you have, use experimental_distribute_dataset."
+        )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    return DistributedDataset(FunctionPipelines(fn, placement, workers, per_replica=per_replica), placement, options)
+    source = FunctionPipelines(fn, placement, workers, per_replica=per_replica)
+    return DistributedDataset(source, placement, workers, options)
 
 
-def _check_options(options: InputOptions) -> None:
+def _check_options(options: InputOptions | None) -> InputOptions:
+    options = InputOptions() if options is None else options
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options must be a ts.InputOptions. Received: {options!r}")
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     if options.experimental_place_dataset_on_device and not per_replica:
         raise ValueError(
             "experimental_place_dataset_on_device needs experimental_replication_mode=InputReplicationMode.PER_REPLICA."
         )
+    return options
 
 
 def _batch(dataset: Any, batch_size: int) -> Any:
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+    if not isinstance(batch_size, (int, np.integer)) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size must be a positive integer, the size of a global batch. Received: {batch_size!r}")
+    batch_size = int(batch_size)
     if isinstance(dataset, DataLoader):
         raise ValueError("A DataLoader has a batch size of its own, which is the global one: leave batch_size= out.")
+    if isinstance(dataset, Pipeline):
+        if dataset.batch_size is not None:
+            raise ValueError(
+                "The ts.data.Dataset has batches already, which are the global ones: leave batch_size= out."
+            )
+        return dataset.batch(batch_size)
     if isinstance(dataset, (np.ndarray, Tensor, tuple, Mapping)):
         dataset = make_numpy_dataset(dataset)
     if isinstance(dataset, ArrayDataset):
@@ -124,16 +160,15 @@ def _batch(dataset: Any, batch_size: int) -> Any:
     )
 
 
-def _make_source(data: Any, placement: Placement, workers: Workers | None) -> Source:
-    _check_iterable(data)
-    if isinstance(data, DataLoader):
-        _check_sampler(data)
-        if workers is not None and not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
-            return ShardedLoader(data, placement, workers)
+def _make_source(data: Any, policy: AutoShardPolicy, placement: Placement, workers: Workers | None) -> Source:
+    if policy is not AutoShardPolicy.DATA:
+        return OwnStreams(functools.partial(shard, data, policy), placement, workers, policy.name)
+    if has_index_batches(data):
+        return IndexedLoader(data, placement, workers)
     is_array = isinstance(data, ArrayBatches)
     if is_array and workers is not None:
-        advice = "Pass arrays of the same length on every rank."
-        check_equal(workers, "number of examples and batch size", data.sizes, advice)
+        record = [*data.sizes, checksum(data.arrays)]
+        check_equal(workers, "number of examples, batch size and checksum of the arrays", record, _SAME_ARRAYS)
     return WholeBatches(data, placement, workers, is_agreed=is_array)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from torchstrategy.data.agreement import Workers
-from torchstrategy.data.batch import Components, LocalBatch, batch_length, components, empty_like, join_parts
+from torchstrategy.data.batch import Components, LocalBatch
 from torchstrategy.data.context import InputContext
+from torchstrategy.data.input_pipelines import PipelineReader, PipelinesPosition, combine_states, open_pipelines
+from torchstrategy.data.rounds import Rounds
 from torchstrategy.data.sources import first_element
 from torchstrategy.devices import Placement
-from torchstrategy.errors import DisagreementError
-from torchstrategy.values import BatchShares
 
 __all__ = ["FunctionPipelines"]
-
-_END = object()
 
 
 class FunctionPipelines:
@@ -37,33 +38,44 @@ class FunctionPipelines:
     def __init__(
         self, fn: Callable[[InputContext], Any], placement: Placement, workers: Workers | None, *, per_replica: bool
     ) -> None:
+        self.kind = "datasets of a function" + (" for each replica" if per_replica else "")
+        self.how = "The dataset function divides the data."
+        self.is_collective = workers is not None
+        self._fn = fn
         self._placement = placement
         self._workers = workers
-        replicas = placement.num_replicas
         if per_replica:
-            contexts = [InputContext(replicas, i, replicas) for i in placement.local_replica_ids]
+            self._num, self._indices = placement.num_replicas, list(placement.local_replica_ids)
         elif workers is None:
-            contexts = [InputContext(1, 0, replicas)]
+            self._num, self._indices = 1, [0]
         else:
-            contexts = [InputContext(workers.size, workers.rank, replicas)]
-        self._datasets = [_check_dataset(fn(context)) for context in contexts]
+            self._num, self._indices = workers.size, [workers.rank]
+        self._own = {i: self._make(self._num, i, placement.num_replicas) for i in self._indices}
 
-    def batches(self) -> Iterator[LocalBatch]:
-        """Start an iteration."""
-        queues = [iter(dataset) for dataset in self._datasets]
-        if len(queues) == 1:  # consecutive elements go to the process's replicas in turn
-            queues *= len(self._placement.devices)
-        template: Components | None = None
-        while True:
-            items = [next(queue, _END) for queue in queues]
-            parts = [None if item is _END else components(item) for item in items]
-            template = next((part for part in parts if part is not None), template)
-            record = _record(parts, template)
-            records = [record] if self._workers is None else self._workers.exchange("next batches", record)
-            if not _has_step(records) or template is None:
-                return
-            filled = [empty_like(template) if part is None else part for part in parts]
-            yield join_parts(filled, _shares(records))
+    def start(self, state: dict[str, Any] | None) -> _Reading:
+        """Start an iteration, or go on with one."""
+        replicas_now = self._placement.num_replicas
+        goes_on = state is not None and not state["is_finished"]
+        if state is not None and not goes_on and state["num_replicas"] != replicas_now:
+            state = None  # the function's datasets may be other ones now, and have no next iteration
+        replicas_then = state["num_replicas"] if state is not None and goes_on else replicas_now
+
+        def data_of(num: int, index: int) -> Any:
+            own = self._own.get(index) if num == self._num and replicas_then == replicas_now else None
+            return self._make(num, index, replicas_then) if own is None else own
+
+        takes_turns = len(self._indices) == 1 and len(self._placement.devices) > 1
+        readers = open_pipelines(self._num, self._indices, data_of, state, keeps_elements=takes_turns)
+        rounds = Rounds(self._workers, state["step"] if state is not None and goes_on else 0, self.example)
+        # what the function was told: its batch sizes may depend on it
+        position = PipelinesPosition(rounds, readers, {"num_replicas": replicas_then})
+        if takes_turns:  # consecutive elements go to the process's replicas
+            readers = readers * len(self._placement.devices)
+        return _Reading(readers, rounds, position)
+
+    def combine(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Make one state of all processes' positions; every process calls it."""
+        return {**state, "pipelines": combine_states(self._workers, state["pipelines"])}
 
     def length(self) -> int | None:
         """Return ``None``: the datasets of other ranks are not known here."""
@@ -71,47 +83,29 @@ class FunctionPipelines:
 
     def example(self) -> Components:
         """Return the first batch of the first dataset."""
-        return first_element(self._datasets[0])
+        return first_element(self._own[self._indices[0]])
+
+    def _make(self, num_pipelines: int, index: int, num_replicas: int) -> Iterable[Any]:
+        return _check_dataset(self._fn(InputContext(num_pipelines, index, num_replicas)))
 
 
-def _record(parts: list[Components | None], template: Components | None) -> dict[str, Any]:
-    """Return what the ranks tell each other: who has data, and the length of every component for every replica."""
-    if template is None:
-        return {"has_data": False, "is_full": False, "is_scalar": False, "lengths": None}
-    count = range(len(template.leaves))
-    lengths = [[0 if part is None else batch_length(part.leaves[i]) for part in parts] for i in count]
-    return {
-        "has_data": any(part is not None for part in parts),
-        "is_full": all(part is not None for part in parts),
-        "is_scalar": any(leaf is not None and batch_length(leaf) is None for leaf in template.leaves),
-        "lengths": lengths,
-    }
+class _Reading:
+    """One iteration, with a reader for each replica of this process."""
 
+    def __init__(self, readers: list[PipelineReader], rounds: Rounds, position: PipelinesPosition) -> None:
+        self._readers = readers
+        self._rounds = rounds
+        self.position = position
 
-def _has_step(records: list[dict[str, Any]]) -> bool:
-    if not any(record["has_data"] for record in records):
-        return False
-    without = [rank for rank, record in enumerate(records) if record["lengths"] is None]
-    if without:
-        raise RuntimeError(
-            f"The dataset function gave ranks {without} no data at all while others have some, so the structure of an "
-            "empty batch is not known there. Give every input pipeline at least one batch."
-        )
-    counts = [len(record["lengths"]) for record in records]
-    if len(set(counts)) > 1:
-        raise DisagreementError(
-            f"The ranks' batches have different numbers of components (by rank): {counts}. The dataset function must "
-            "give batches of the same structure on every rank."
-        )
-    return all(record["is_full"] for record in records) or not any(record["is_scalar"] for record in records)
-
-
-def _shares(records: list[dict[str, Any]]) -> list[BatchShares | None]:
-    shares: list[BatchShares | None] = []
-    for columns in zip(*(record["lengths"] for record in records), strict=True):
-        sizes = [size for column in columns for size in column]
-        shares.append(None if None in sizes else BatchShares(tuple(sizes)))
-    return shares
+    def __next__(self) -> LocalBatch:
+        if self.position.is_finished:
+            raise StopIteration
+        parts = [reader.next() for reader in self._readers]
+        step = self._rounds.step(parts, has_data=any(part is not None for part in parts))
+        if step is None:
+            self.position.is_finished = True
+            raise StopIteration
+        return step
 
 
 def _check_dataset(dataset: Any) -> Iterable[Any]:
@@ -119,6 +113,11 @@ def _check_dataset(dataset: Any) -> Iterable[Any]:
         raise TypeError(
             f"The dataset function returned a {type(dataset).__name__}, which can be iterated only once. Return a "
             "DataLoader, a list of batches, or another object whose __iter__ starts anew."
+        )
+    if isinstance(dataset, (tuple, Mapping, Tensor, np.ndarray)):
+        raise TypeError(
+            f"The dataset function returned a {type(dataset).__name__}, which holds one batch or examples. Return a "
+            "DataLoader, a list of batches, or another iterable of batches for one replica."
         )
     if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes)):
         raise TypeError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchstrategy import tree
+from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["ArrayBatches", "ArrayDataset", "make_numpy_dataset"]
 
@@ -27,14 +28,14 @@ class ArrayDataset(Dataset[Any]):
     def __init__(self, arrays: Any) -> None:
         leaves, self._spec = tree.flatten(arrays)
         _check_arrays(leaves)
-        self._leaves = leaves
+        self.arrays = leaves
         self._length = len(leaves[0])
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        return self._spec.unflatten([leaf[index] for leaf in self._leaves])
+        return self._spec.unflatten([leaf[index] for leaf in self.arrays])
 
 
 class ArrayBatches:
@@ -48,6 +49,18 @@ class ArrayBatches:
     def __init__(self, dataset: ArrayDataset, batch_size: int) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
+        self._next = 0  # of the latest iteration
+        self._resume_at = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a batch."""
+        return self._batch_size
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays, without their nested structure."""
+        return self._dataset.arrays
 
     @property
     def sizes(self) -> list[int]:
@@ -58,8 +71,28 @@ class ArrayBatches:
         return -(-len(self._dataset) // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        for start in range(0, len(self._dataset), self._batch_size):
+        self._next, self._resume_at = self._resume_at, 0
+        for start in range(self._next * self._batch_size, len(self._dataset), self._batch_size):
+            self._next = start // self._batch_size + 1
             yield self._dataset[start : start + self._batch_size]
+        self._next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest iteration is."""
+        return {"sizes": self.sizes, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin there.
+
+        Raises:
+            InvalidArgumentError: the state is of other arrays.
+        """
+        if state["sizes"] != self.sizes:
+            raise InvalidArgumentError(
+                f"The state to resume from is of arrays with [examples, batch size] {state['sizes']}, these have "
+                f"{self.sizes}."
+            )
+        self._resume_at = state["next"]
 
 
 def make_numpy_dataset(arrays: Any) -> ArrayDataset:

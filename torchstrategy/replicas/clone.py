@@ -222,7 +222,8 @@ class ReplicaSet:
                     memo[id(value)] = self._generator(local_id, value)
 
     def _generator(self, local_id: int, generator: torch.Generator) -> torch.Generator:
-        return generator if local_id == 0 else replica_generator(generator, local_id)
+        first = self.strategy.placement.first_replica
+        return generator if local_id == 0 else replica_generator(generator, first + local_id)
 
     def _counterparts(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
         variable = user_variable(tensor)

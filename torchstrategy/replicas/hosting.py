@@ -128,6 +128,8 @@ class DirectHosting(Hosting):
             check_can_be_copied(obj)
             prepare_body(obj, 0)
             self._set_outside_methods(obj)
+        if self._streams is not None:
+            self._streams.hold(new)
         _take_initial_values(new, self._workers)
 
     @override
@@ -237,6 +239,7 @@ class ThreadedHosting(Hosting):
         try:
             if self._workers is not None:
                 _take_initial_values(new, self._workers)
+            self._streams.hold(new)
             self._set.adopt(new)
         except BaseException:
             for obj in new:

@@ -3,16 +3,18 @@
 torch has one default CPU generator. A replica's state is put into it for the replica's turn. Replica 0 draws from the
 program's own stream, as one replica would; the others' streams derive from its state and their ids, and start anew
 whenever the program's stream was moved or seeded outside. Switching costs about a microsecond. Accelerators have a
-generator each, which ``torch.manual_seed`` seeds alike: there only the seeds are changed.
+generator each, which ``torch.manual_seed`` seeds alike: there only the seeds are changed. A generator that an object
+of the scope holds has streams in the same way, because all processes seed theirs alike.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["RandomStreams", "derive_seed", "replica_generator"]
 
@@ -23,10 +25,16 @@ class RandomStreams:
     Args:
         replica_ids: ids of this process's replicas.
         devices: their devices.
+        generator: the one that the replicas use in turn; ``None`` for torch's default one.
     """
 
-    def __init__(self, replica_ids: Sequence[int], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, replica_ids: Sequence[int], devices: Sequence[torch.device], generator: torch.Generator | None = None
+    ) -> None:
         self._replica_ids = replica_ids
+        self._generator = torch.default_generator if generator is None else generator
+        self._held: dict[torch.Generator, RandomStreams] = {}
+        self._held_in_run: list[RandomStreams] = []
         self._accelerators = [(i, d) for i, d in zip(replica_ids, devices, strict=True) if i and d.type == "cuda"]
         self._seeds: dict[int, int] = {}
         #: The other replicas' streams; replica 0's is the program's.
@@ -36,9 +44,23 @@ class RandomStreams:
         self._entry: Tensor | None = None
         self._moved = False
 
+    def hold(self, objects: Iterable[Any]) -> None:
+        """Take up the generators that recorded objects hold, for the first replica; others have their counterparts."""
+        first = self._replica_ids[0]
+        if first == 0:
+            return
+        for obj in objects:
+            for member in obj.modules() if isinstance(obj, nn.Module) else (obj,):
+                for value in member.__dict__.values():
+                    if isinstance(value, torch.Generator) and value not in self._held:
+                        self._held[value] = RandomStreams([first], [value.device], value)
+
     def begin(self) -> None:
-        """Take over the CPU generator for a run."""
-        state = torch.default_generator.get_state()
+        """Take over the generator for a run."""
+        self._held_in_run = list(self._held.values())
+        for held in self._held_in_run:
+            held.begin()
+        state = self._generator.get_state()
         if self._program is None or not torch.equal(state, self._program):
             self._states = [None] * len(self._replica_ids)
         self._start = self._program = state
@@ -55,7 +77,9 @@ class RandomStreams:
 
     def enter(self, local_id: int) -> None:
         """Put a replica's stream into the generator."""
-        generator = torch.default_generator
+        for held in self._held_in_run if local_id == 0 else ():
+            held.enter(0)
+        generator = self._generator
         start, program = self._begun()
         if self._replica_ids[local_id] == 0:
             generator.set_state(program)
@@ -71,7 +95,9 @@ class RandomStreams:
 
     def leave(self, local_id: int) -> None:
         """Take a replica's stream out of the generator."""
-        state = torch.default_generator.get_state()
+        for held in self._held_in_run if local_id == 0 else ():
+            held.leave(0)
+        state = self._generator.get_state()
         if self._replica_ids[local_id] == 0:
             self._program = state
             return
@@ -84,11 +110,13 @@ class RandomStreams:
         If replicas drew but the program's stream did not move, it moves by one draw: seeding it again with the same
         seed is then visible to ``begin``.
         """
+        for held in self._held_in_run:
+            held.end()
         start, program = self._begun()
-        torch.default_generator.set_state(program)
+        self._generator.set_state(program)
         if self._moved and torch.equal(program, start):
-            torch.empty((), dtype=torch.int64).random_()
-            self._program = torch.default_generator.get_state()
+            torch.empty((), dtype=torch.int64, device=self._generator.device).random_(generator=self._generator)
+            self._program = self._generator.get_state()
 
     def _begun(self) -> tuple[Tensor, Tensor]:
         if self._start is None or self._program is None:

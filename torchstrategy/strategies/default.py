@@ -19,7 +19,7 @@ from torchstrategy.data.context import InputContext
 from torchstrategy.devices import Placement
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.extended import StrategyExtended
-from torchstrategy.options import InputOptions, InputReplicationMode, RunOptions
+from torchstrategy.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import inputs_of
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
@@ -114,12 +114,19 @@ class DefaultStrategy(Strategy):
 
     @override
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+        auto_shard_policy: AutoShardPolicy | None = None,
     ) -> Any:
         _check_mode(options)
         if batch_size is None:
             return dataset
-        return super().experimental_distribute_dataset(dataset, options, batch_size=batch_size)
+        return super().experimental_distribute_dataset(
+            dataset, options, batch_size=batch_size, auto_shard_policy=auto_shard_policy
+        )
 
     @override
     def distribute_datasets_from_function(

@@ -1,0 +1,156 @@
+"""A run that ends at any step goes on with exactly what was missing, on any number of replicas and processes."""
+
+from collections import Counter
+from functools import partial
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.profiles import quick, thorough
+from tests.data.resuming import (
+    DATA,
+    END,
+    GENERATOR_OF_ITS_OWN,
+    OWN,
+    WITH_WORKERS,
+    distribute_data,
+    distribute_files,
+    relay,
+    run,
+)
+from torchstrategy.data.prefetch import DeviceCopies
+
+FOUR_TWO_THREE = [
+    [(4, 1), (2, 1), (3, 1)],
+    [(1, 4), (1, 2), (1, 3)],
+    [(2, 2), (1, 2), (3, 1)],
+    [(1, 4), (2, 1), (1, 3)],
+    [(4, 1), (1, 2), (3, 1)],
+    [(3, 1), (2, 2), (2, 1)],
+]
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's use of torch
+
+
+def check_data(kind, source, num_examples, batch_size, layouts, stops, seed=0, num_epochs=0):
+    """The global batches are those of a run that was never stopped."""
+    distribute = distribute_data(source, num_examples, batch_size)
+    epochs = relay(distribute, layouts, stops, seed, num_epochs)
+    times = 2 if kind == "pipeline" else 1
+    for batches in epochs:
+        assert Counter(chain(*batches)) == Counter(dict.fromkeys(range(num_examples), times))
+    read, _ = run(distribute, layouts[0], [END] * len(epochs), None, seed)
+    uninterrupted = [[list(chain(*step)) for step in steps] for steps in read]
+    assert epochs[: num_epochs + 1] == uninterrupted[: num_epochs + 1]
+    if kind in GENERATOR_OF_ITS_OWN:
+        assert epochs == uninterrupted, "the order of later epochs is another one"
+
+
+def check_own(kind, num_examples, batch_size, layouts, stops, seed=0, num_epochs=0):
+    """Nothing is lost and nothing is repeated; with the replicas as they were, nothing changes at all."""
+    distribute = OWN[kind](num_examples, batch_size)
+    epochs = relay(distribute, layouts, stops, seed, num_epochs)
+    times = layouts[0][0] if kind.startswith("OFF") else 1
+    for batches in epochs[: num_epochs + 1]:
+        assert Counter(chain(*batches)) == Counter(dict.fromkeys(range(num_examples), times))
+    for batches in epochs[num_epochs + 1 :]:
+        found = Counter(chain(*batches))
+        assert set(found) == set(range(num_examples))
+        assert len(set(found.values())) == 1
+    if len(set(layouts)) == 1:
+        read, _ = run(distribute, layouts[0], [END] * (num_epochs + 1), None, seed)
+        assert epochs[: num_epochs + 1] == [[list(chain(*step)) for step in steps] for steps in read]
+
+
+@pytest.mark.parametrize("layouts", FOUR_TWO_THREE, ids=str)
+@pytest.mark.parametrize("kind", DATA)
+def test_the_same_batches_in_the_same_order(kind, layouts):
+    check_data(kind, DATA[kind], 43, 4, layouts, [3, 4])
+
+
+@pytest.mark.parametrize("layouts", FOUR_TWO_THREE, ids=str)
+@pytest.mark.parametrize("kind", OWN)
+def test_streams_of_each_process_lose_and_repeat_nothing(kind, layouts):
+    check_own(kind, 43, 5, layouts, [3, 2])
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("kind", OWN)
+def test_streams_of_as_many_processes_go_on_as_they_were(kind, layout):
+    check_own(kind, 43, 5, [layout] * 3, [3, 2])
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_next_epoch_of_functions_and_files_may_have_other_replicas(kind):
+    for layouts in ([(1, 1), (1, 2)], [(1, 2), (2, 1), (1, 1)], [(2, 1), (3, 1), (2, 2)]):
+        check_own(kind, 18, 7, layouts, [20, 20])
+
+
+@pytest.mark.parametrize("kind", ["shuffled loader", "pipeline", "shuffled files", "function of loaders"])
+def test_what_is_on_its_way_to_an_accelerator_does_not_count(kind, monkeypatch):
+    monkeypatch.setattr(DeviceCopies, "is_needed", True)  # elements are then read ahead
+    layouts = [(4, 1), (2, 1), (1, 3)]
+    if kind in DATA:
+        check_data(kind, DATA[kind], 43, 4, layouts, [2, 3], num_epochs=1)
+    else:
+        check_own(kind, 43, 4, layouts, [2, 3], num_epochs=1)
+
+
+@FORKS
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_what_loader_workers_read_ahead_does_not_count(kind):
+    check_data(kind, WITH_WORKERS[kind], 43, 4, [(2, 1), (1, 2), (3, 1)], [2, 3])
+
+
+@FORKS
+def test_what_loader_workers_read_ahead_of_files_does_not_count(monkeypatch):
+    monkeypatch.setitem(OWN, "loader of files", partial(distribute_files, num_workers=2))
+    check_own("loader of files", 43, 5, [(2, 1), (1, 2), (3, 1)], [2, 3])
+
+
+LAYOUTS = st.sampled_from([(p, n) for p in range(1, 5) for n in range(1, 5) if p * n <= 5])
+# Before the first step there is no order yet that could be kept.
+STOPS = st.tuples(st.integers(1, 20), *[st.integers(0, 20)] * 3)
+
+
+def cases(kinds, max_examples, max_batch):
+    """Draw the arguments of ``check_data`` and ``check_own``."""
+    return given(
+        kind=st.sampled_from(list(kinds)),
+        num_examples=st.integers(1, max_examples),
+        batch_size=st.integers(1, max_batch),
+        layouts=st.lists(LAYOUTS, min_size=2, max_size=4),
+        stops=STOPS,
+        seed=st.integers(0, 99),
+        num_epochs=st.sampled_from([0, 0, 1, 2]),
+    )
+
+
+@cases(DATA, 60, 16)
+@quick(40)
+def test_any_stops(kind, **case):
+    check_data(kind, DATA[kind], **case)
+
+
+@cases(OWN, 60, 16)
+@quick(40)
+def test_any_stops_of_own_streams(**case):
+    check_own(**case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@cases(DATA, 200, 32)
+@thorough(600)
+def test_any_stops_thoroughly(kind, **case):
+    check_data(kind, DATA[kind], **case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@cases(OWN, 200, 32)
+@thorough(600)
+def test_any_stops_of_own_streams_thoroughly(**case):
+    check_own(**case)

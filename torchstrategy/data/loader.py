@@ -1,0 +1,350 @@
+"""Map-style loaders: every process draws the same global index batches and loads only its own part of them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from torchstrategy.data.agreement import OrderDigest, SharedStream, Workers, check_equal, find_generators, known_length
+from torchstrategy.data.batch import (
+    Components,
+    LocalBatch,
+    batch_length,
+    check_splittable,
+    components,
+    empty_like,
+    join_parts,
+    split_batch,
+)
+from torchstrategy.data.checks import check_first_batch, held_data
+from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
+from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
+from torchstrategy.data.sources import first_element
+from torchstrategy.data.split import share_bounds, share_sizes
+from torchstrategy.devices import Placement
+from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.log import warn_once
+from torchstrategy.values import BatchShares
+
+__all__ = ["IndexedLoader", "has_index_batches"]
+
+_SAME_ORDER = (
+    "Every rank must draw the same index batches: shuffle by a torch generator or torch's default one (their states "
+    "are shared), not by Python's or numpy's, and build the same dataset on every rank. The strategy gives each rank "
+    "its part, so no sampler or dataset may divide the data by rank, and random_split must be seeded alike."
+)
+
+
+def has_index_batches(data: Any) -> bool:
+    """Say whether data is a loader that gives one batch for each of its batch sampler's."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
+        return False
+    # A subclass that iterates in its own way may leave batches out, or change them.
+    return type(data).__iter__.__module__.split(".")[0] in ("torch", "torchdata")
+
+
+class IndexedLoader:
+    """Gives the replicas their parts of the batches of a map-style ``DataLoader``.
+
+    The loader is copied, not built anew, so that every option and any subclass is kept; only its batch sampler is
+    another one. With several processes each replica's share is loaded and collated by itself.
+
+    Args:
+        loader: the user's loader of global batches.
+        placement: the strategy's replicas.
+        workers: its processes, ``None`` if there is one.
+    """
+
+    kind = "index batches"
+    is_collective = False
+
+    def __init__(self, loader: DataLoader[Any], placement: Placement, workers: Workers | None) -> None:
+        self._original = loader
+        self._placement = placement
+        self._workers = workers
+        self.how = "Whole batches are loaded and cut."
+        if workers is not None:
+            self.how = "Each process loads only its own part of a batch."
+        self._sampler = _IndexBatches(loader, placement, workers)
+        self._loader = copy.copy(loader)
+        # DataLoader refuses to have its sampler set; the copy has not started any workers, so it is safe here
+        self._loader.__dict__.update(batch_sampler=self._sampler, _iterator=None)
+        seed_batches(self._loader)
+        if loader.num_workers > 0 and not loader.in_order:
+            warn_once("in_order=False is ignored: each step must hold the same global batch in every run.")
+            self._loader.in_order = True
+
+    def start(self, state: dict[str, Any] | None) -> _Reading:
+        """Start an iteration, or go on with one."""
+        if state is not None and state["is_finished"]:
+            restore_generators(self._original, state)
+            state = None
+        stream = self._sampler.new_stream(state)
+        position = _LoaderPosition(stream, self._original, state)
+        draw = _Draw(stream, state)
+        has_own_collate = self._original.collate_fn is not default_collate
+        return _Reading(
+            self._loader,
+            self._sampler,
+            draw,
+            position,
+            self._placement,
+            self._workers,
+            has_own_collate=has_own_collate,
+        )
+
+    def combine(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state as it is: it is the same in every process."""
+        return state
+
+    def length(self) -> int | None:
+        """Return the number of global batches, if it is known."""
+        return known_length(self._original)
+
+    def example(self) -> Components:
+        """Return the first global batch."""
+        batch = first_element(self._original)
+        check_splittable(batch, self._placement.num_replicas)
+        return batch
+
+
+class _Step(NamedTuple):
+    sizes: tuple[int, ...]  # of all replicas' shares
+    num_loads: int  # batches that the loader makes for this process
+    digest: OrderDigest  # of all index batches up to this one
+
+
+class _Draw:
+    """One iteration's index batches: their steps are queued, because loader workers run ahead of the reader."""
+
+    def __init__(self, stream: SharedStream, state: dict[str, Any] | None) -> None:
+        self.stream = stream
+        self.resume = state
+        self.steps: deque[_Step] = deque()
+
+
+class _Reading:
+    """One iteration."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: _IndexBatches,
+        draw: _Draw,
+        position: _LoaderPosition,
+        placement: Placement,
+        workers: Workers | None,
+        *,
+        has_own_collate: bool,
+    ) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self._placement = placement
+        self._workers = workers
+        self._items: Iterator[Any] | None = None
+        self._is_compared = False
+        self._has_own_collate = has_own_collate
+        self._draw = draw
+        self.position = position
+
+    def __next__(self) -> LocalBatch:
+        if self._items is None:
+            self._items = self._open()
+        elif self._loader.persistent_workers and self._sampler.draw is not self._draw:
+            raise RuntimeError(TAKEN_OVER)
+        item = next(self._items, END)
+        if item is END:
+            self._items = iter(())
+            self._finish()
+            raise StopIteration
+        step = self._draw.steps.popleft()
+        batch = self._assemble(step, item, self._items)
+        self.position.move_to(step.digest)
+        number = step.digest.num_batches
+        if self._workers is not None and number > 1 and number & (number - 1) == 0:  # 2, 4, 8, ...
+            check_equal(self._workers, "order of the index batches so far", list(step.digest), _SAME_ORDER)
+        return batch
+
+    def _open(self) -> Iterator[Any]:
+        self._sampler.draw = self._draw
+        loader = self._loader
+        is_direct = loader.num_workers == 0 and not loader.pin_memory
+        if is_direct or (loader.persistent_workers and loader._iterator is not None):
+            # What a new iterator of torch draws as its workers' seed. One that is used again does not: then nothing may
+            # tell one epoch's random numbers from the next one's.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        load = loader.dataset.__getitems__  # type: ignore[attr-defined]
+        # Without workers torch's iterator does just this, in twice the time.
+        return map(load, iter(self._sampler)) if is_direct else iter(loader)
+
+    def _assemble(self, step: _Step, first: Any, items: Iterator[Any]) -> LocalBatch:
+        if self._workers is None:
+            return split_batch(components(first), self._placement)
+        if not self._is_compared:
+            self._is_compared = True
+            check_first_batch(self._workers, components(first))
+        loaded = [components(first), *(components(next(items)) for _ in range(1, step.num_loads))]
+        for batch in loaded:
+            check_splittable(batch, self._placement.num_replicas)
+        filled = iter(loaded)
+        empty = empty_like(loaded[0])
+        parts = [next(filled) if step.sizes[i] else empty for i in self._placement.local_replica_ids]
+        return join_parts(parts, self._shares(step.sizes, parts))
+
+    def _shares(self, sizes: tuple[int, ...], parts: list[Components]) -> list[BatchShares | None]:
+        """Return how many examples every replica has of each component."""
+        lengths = [[batch_length(leaf) for leaf in part.leaves] for part in parts]
+        if self._has_own_collate and self._workers is not None:  # which may leave examples out, or add some
+            heard = self._workers.exchange("lengths of collated batches", lengths)
+            columns = zip(*(row for rows in heard for row in rows), strict=True)
+            return [None if None in column else BatchShares(column) for column in columns]
+        expected = [sizes[i] for i in self._placement.local_replica_ids]
+        for component in zip(*lengths, strict=True):
+            if any(length not in (None, size) for length, size in zip(component, expected, strict=True)):
+                raise ValueError(
+                    f"The dataset's __getitems__ gave {list(component)} examples where {expected} were asked for. It "
+                    "must give one for each index; leave examples out in a collate_fn or by a sampler."
+                )
+        tag = BatchShares(sizes)
+        return [None if length is None else tag for length in lengths[0]]
+
+    def _finish(self) -> None:
+        if self._workers is not None and not self.position.is_finished:
+            check_equal(self._workers, "order of all index batches", list(self.position.digest), _SAME_ORDER)
+        self.position.is_finished = True
+
+
+class _LoaderPosition:
+    """How many global batches were handed out, and what their order was drawn with."""
+
+    def __init__(self, stream: SharedStream, loader: Any, state: dict[str, Any] | None) -> None:
+        self._stream = stream
+        self._loader = loader
+        self._resumed = state
+        self.is_finished = False
+        self.digest = OrderDigest() if state is None else OrderDigest(state["step"], state["checksum"])
+
+    def move_to(self, digest: OrderDigest) -> None:
+        """Count one global batch."""
+        self.digest = digest
+        self._resumed = None
+
+    def state(self) -> dict[str, Any]:
+        if self._resumed is not None and not self.is_finished:
+            return self._resumed
+        return {
+            "step": self.digest.num_batches,
+            "checksum": self.digest.checksum,
+            "is_finished": self.is_finished,
+            "random": random_state(self._stream, self._loader),
+        }
+
+
+class _IndexBatches:
+    """Draws the user's global index batches and gives the loader those of this process's replicas."""
+
+    def __init__(self, loader: DataLoader[Any], placement: Placement, workers: Workers | None) -> None:
+        self._batch_sampler: Iterable[Any] = loader.batch_sampler  # type: ignore[assignment]
+        self._generators = find_generators(loader)
+        self._held_data = [] if workers is None else held_data(loader.dataset)
+        self._draws_once = _draws_once(loader)
+        self._placement = placement
+        self._workers = workers
+        self.draw = _Draw(self.new_stream(None), None)
+
+    def new_stream(self, state: dict[str, Any] | None) -> SharedStream:
+        """Return the random stream of a new iteration, or of one that is drawn again."""
+        random = None if state is None else state["random"]
+        start = None if random is None else random["start"]
+        return SharedStream(self._workers, self._generators, start)
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        return self._parts(self.draw)
+
+    def _parts(self, draw: _Draw) -> Iterator[Sequence[Any]]:
+        local = slice(self._placement.first_replica, self._placement.first_replica + len(self._placement.devices))
+        epoch_seed = None
+        for indices, digest in self._global_batches(draw):
+            sizes = share_sizes(len(indices), self._placement.num_replicas)
+            number, epoch_seed = digest.num_batches, draw.stream.seed() if epoch_seed is None else epoch_seed
+            if self._workers is None:
+                parts = [IndexBatch(indices, step_seed(epoch_seed, number, None))]
+            else:
+                ids = self._placement.local_replica_ids
+                bounds = share_bounds(sizes)[local]
+                cuts = [(i, indices[start:stop]) for i, (start, stop) in zip(ids, bounds, strict=True) if start < stop]
+                # an empty share's structure is known from an example only
+                cuts = cuts or [(ids[0], indices[:1])]
+                parts = [IndexBatch(part, step_seed(epoch_seed, number, i)) for i, part in cuts]
+            draw.steps.append(_Step(sizes, len(parts), digest))
+            yield from parts
+
+    def _global_batches(self, draw: _Draw) -> Iterator[tuple[list[Any], OrderDigest]]:
+        reader = _Reader(self._batch_sampler)
+        digest = OrderDigest()
+        indices = draw.stream.draw(reader.next)  # here samplers shuffle
+        if self._workers is not None:
+            first = OrderDigest() if indices is END else OrderDigest().add(indices := list(indices))
+            resumed_at = 0 if draw.resume is None else draw.resume["step"]
+            record = [known_length(self._batch_sampler), *first, resumed_at, *self._held_data]
+            check_equal(
+                self._workers, "number of batches, first index batch, step to resume at and data", record, _SAME_ORDER
+            )
+        while indices is not END:
+            digest = digest.add(indices := list(indices))
+            if draw.resume is None or digest.num_batches > draw.resume["step"]:
+                yield indices, digest
+            elif digest.num_batches == draw.resume["step"]:
+                _check_same_order(digest, draw.resume)
+            indices = reader.next() if self._draws_once else draw.stream.draw(reader.next)
+        if draw.resume is not None and digest.num_batches < draw.resume["step"]:
+            _check_same_order(digest, draw.resume)
+
+
+def _check_same_order(digest: OrderDigest, state: dict[str, Any]) -> None:
+    if list(digest) != [state["step"], state["checksum"]]:
+        raise InvalidArgumentError(
+            f"The state to resume from is {state['step']} global batches into its data, but these are not the first "
+            f"ones that this loader draws (it has {digest.num_batches} so far). Load the state into the same loader: "
+            "same data, global batch size, shuffling and drop_last. A sampler of your own must draw its order when an "
+            "iteration starts, from torch's default generator or a torch.Generator that is its attribute."
+        )
+
+
+_DRAW_AT_THE_START = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def _draws_once(loader: DataLoader[Any]) -> bool:
+    """Say whether all random numbers that decide the order are drawn with the first batch, as torch's samplers do."""
+    sampler = loader.batch_sampler
+    return type(sampler) is BatchSampler and type(sampler.sampler) in _DRAW_AT_THE_START
+
+
+class _Reader:
+    """An iterator that starts at its first ``next``, where a shared random stream is in place."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data = data
+        self._items: Iterator[Any] | None = None
+
+    def next(self) -> Any:
+        if self._items is None:
+            self._items = iter(self._data)
+        return next(self._items, END)

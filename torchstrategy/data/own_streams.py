@@ -1,0 +1,181 @@
+"""Processes that each read a stream of their own (OFF, FILE, HINT): the stream is cut anew into minibatches.
+
+The rule is tf's, measured on 2.21: a process takes its elements apart and cuts them into minibatches for its replicas,
+of the floor or ceiling of global batch size / replicas, in an order that is rotated from process to process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchstrategy.data.agreement import Workers
+from torchstrategy.data.batch import Components, LocalBatch, batch_length, check_splittable, concatenate, take
+from torchstrategy.data.checks import declared_batch_size
+from torchstrategy.data.input_pipelines import Make, PipelineReader, PipelinesPosition, combine_states, open_pipelines
+from torchstrategy.data.rounds import Rounds
+from torchstrategy.data.sources import first_element
+from torchstrategy.data.split import minibatch_sizes
+from torchstrategy.devices import Placement
+from torchstrategy.errors import DisagreementError, InvalidArgumentError
+
+__all__ = ["OwnStreams"]
+
+
+class OwnStreams:
+    """Gives this process's replicas minibatches of its own stream, until no process has data.
+
+    Args:
+        make: returns the stream of process ``i`` of ``n``, an iterable of global batches.
+        placement: the strategy's replicas.
+        workers: its processes, ``None`` if there is one.
+        policy: the name of the sharding policy.
+    """
+
+    def __init__(self, make: Make, placement: Placement, workers: Workers | None, policy: str) -> None:
+        self.kind = f"streams of each process ({policy})"
+        self.how = "Each process cuts its own stream into minibatches for its replicas."
+        self.is_collective = workers is not None
+        self._size = 1 if workers is None else workers.size
+        self._rank = 0 if workers is None else workers.rank
+        self._make = make
+        self._own = make(self._size, self._rank)
+        self._placement = placement
+        self._workers = workers
+
+    def start(self, state: dict[str, Any] | None) -> _Reading:
+        """Start an iteration, or go on with one."""
+        (reader,) = open_pipelines(self._size, [self._rank], self._data_of, state, keeps_elements=True)
+        goes_on = state is not None and not state["is_finished"]
+        rounds = Rounds(self._workers, state["step"] if state is not None and goes_on else 0, self.example)
+        layout = [self._placement.num_replicas, len(self._placement.devices)]
+        more = {"batch_size": declared_batch_size(self._own), "layout": layout, "next_size": 0}
+        if state is not None and goes_on:
+            more["batch_size"] = state["batch_size"]
+            more["next_size"] = state["next_size"] if state["layout"] == layout else 0
+        position = PipelinesPosition(rounds, [reader], more)
+        return _Reading(reader, rounds, position, self._placement, self._workers)
+
+    def combine(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Make one state of all processes' positions; every process calls it."""
+        return {**state, "pipelines": combine_states(self._workers, state["pipelines"])}
+
+    def length(self) -> int | None:
+        """Return ``None``: other processes' streams are not known here."""
+        return None
+
+    def example(self) -> Components:
+        """Return the first element of this process's stream."""
+        batch = first_element(self._own)
+        check_splittable(batch, self._placement.num_replicas)
+        return batch
+
+    def _data_of(self, num_processes: int, index: int) -> Any:
+        is_own = (num_processes, index) == (self._size, self._rank)
+        return self._own if is_own else self._make(num_processes, index)
+
+
+class _Reading:
+    """One iteration; the minibatches that are not cut yet are at most one element's."""
+
+    def __init__(
+        self,
+        reader: PipelineReader,
+        rounds: Rounds,
+        position: PipelinesPosition,
+        placement: Placement,
+        workers: Workers | None,
+    ) -> None:
+        self._reader = reader
+        self._rounds = rounds
+        self.position = position
+        self._placement = placement
+        self._workers = workers
+        self._sizes: list[int] | None = None
+
+    @property
+    def _rest(self) -> Components | None:
+        """What of the stream was read and not cut yet."""
+        return self._reader.position.rest
+
+    @_rest.setter
+    def _rest(self, rest: Components | None) -> None:
+        self._reader.position.rest = rest
+
+    def __next__(self) -> LocalBatch:
+        if self.position.is_finished:
+            raise StopIteration
+        if self._placement.num_replicas == 1:
+            element = self._next_whole()
+            step = self._rounds.step([element], has_data=element is not None)
+        else:
+            sizes = self._local_sizes()
+            self._fill(1)
+            has_data = self._rest is not None
+            step = self._rounds.step([self._cut(size) for size in sizes], has_data=has_data)
+        if step is None:
+            self.position.is_finished = True
+            raise StopIteration
+        return step
+
+    def _next_whole(self) -> Components | None:
+        """Return the next element for the only replica, as it is."""
+        rest, self._rest = self._rest, None
+        return self._reader.next() if rest is None else rest
+
+    def _local_sizes(self) -> list[int]:
+        more = self.position.more
+        if self._sizes is None:
+            more["batch_size"] = self._agree_on_batch_size()
+            first = self._placement.first_replica
+            self._sizes = minibatch_sizes(more["batch_size"], self._placement.num_replicas, first)
+        sizes, start, num_local = self._sizes, more["next_size"], len(self._placement.devices)
+        more["next_size"] = (start + num_local) % len(sizes)
+        return [sizes[(start + i) % len(sizes)] for i in range(num_local)]
+
+    def _agree_on_batch_size(self) -> int:
+        """Return the global batch size: as declared, else that of the first elements."""
+        self._fill(1)
+        declared = self.position.more["batch_size"]
+        own = [declared, 0 if self._rest is None else _length(self._rest)]
+        heard = [own] if self._workers is None else self._workers.exchange("global batch size", own)
+        sizes = [size for size, _ in heard]
+        if len({size for size in sizes if size is not None}) > 1:
+            raise DisagreementError(
+                f"The ranks' datasets have different batch sizes (by rank): {sizes}. The batch size is that of all "
+                "replicas together, so it must be the same on every rank."
+            )
+        return int(max(size or length for size, length in heard))
+
+    def _cut(self, size: int) -> Components | None:
+        """Take a minibatch off the stream; ``None`` if nothing is left."""
+        self._fill(max(size, 1))
+        rest = self._rest
+        if rest is None:
+            return None
+        length = _length(rest)
+        self._rest = take(rest, size, length) if size < length else None
+        return take(rest, 0, min(size, length))
+
+    def _fill(self, size: int) -> None:
+        """Read on until there are so many examples, or no more."""
+        while self._rest is None or _length(self._rest) < size:
+            element = self._reader.next()
+            if element is None:
+                return
+            _check_cuttable(element)
+            if _length(element):
+                self._rest = element if self._rest is None else concatenate([self._rest, element])
+
+
+def _check_cuttable(element: Components) -> None:
+    check_splittable(element, 2)
+    lengths = [batch_length(leaf) for leaf in element.leaves if leaf is not None]
+    if len(set(lengths)) > 1:
+        raise InvalidArgumentError(
+            f"The components of an element have {lengths} examples. To be cut anew into minibatches, as the sharding "
+            "policies OFF, FILE and HINT do, they must all have the same number. Use AutoShardPolicy.DATA."
+        )
+
+
+def _length(batch: Components) -> int:
+    return next((length for length in map(batch_length, batch.leaves) if length is not None), 0)
