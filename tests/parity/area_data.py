@@ -37,8 +37,8 @@ def steps(s, dataset):
     return [[part.tolist() for part in s.experimental_local_results(element)] for element in dataset]
 
 
-def distributed_steps(s, dataset, options=None):
-    return steps(s, s.experimental_distribute_dataset(dataset, options))
+def distributed_steps(s, dataset, options=None, **arguments):
+    return steps(s, s.experimental_distribute_dataset(dataset, options, **arguments))
 
 
 @data_family("matrix.*")
@@ -310,5 +310,11 @@ def opt_default(s, case):
 
 @data_family("autoshard_(AUTO|OFF|FILE|DATA|HINT)")
 def autoshard(s, case):
-    """No policy can be chosen yet: all of them give what TF gives for AUTO and DATA."""
-    return distributed_steps(s, ranged(9, 4))
+    policy = ts.data.AutoShardPolicy[case.groups[0]]
+    dataset = ts.data.Dataset.range(9).batch(4)
+    by_argument = distributed_steps(s, dataset, auto_shard_policy=policy)
+    options = ts.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    assert distributed_steps(s, dataset.with_options(options)) == by_argument
+    assert distributed_steps(s, ranged(9, 4), auto_shard_policy=policy) == by_argument
+    return by_argument

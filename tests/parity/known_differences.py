@@ -30,7 +30,6 @@ KNOWN_DIFFERENCES = {
     r"[34]\..*\.central2?": "CentralStorageStrategy comes later",
     r"5\.from_function_b2d_len8\.n3": "No batch is dropped when data sets end",
     r"5\.from_function_notds\..*": "Any re-iterable of batches is a dataset",
-    r"5\.autoshard_(OFF|FILE)\.n3": "Every sharding policy splits a batch in the same way",
     r"6\.avg_sw\[int32,sw=0\.5,.*": "Weighted integer losses are not truncated",
     r"7\.apply_outside\.n[234]": "An optimizer steps inside run",
     r"7\.var_outside_scope\.n1": "One replica may train what was made outside the scope",

@@ -1,0 +1,49 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import benchmark_input
+import pytest
+import torch
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark_input.py"
+
+
+def test_hidden_part_is_what_of_the_shorter_goes_on_behind_the_longer():
+    assert benchmark_input.hidden_part({"load": 2.0, "compute": 4.0, "both": 6.0}) == 0
+    assert benchmark_input.hidden_part({"load": 2.0, "compute": 4.0, "both": 4.0}) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read as Linux tells it")
+def test_peak_memory_is_that_of_the_call_alone():
+    big = torch.ones(16 << 20)
+    del big
+    small = benchmark_input.peak_memory_mb(lambda: torch.ones(1 << 20))
+    large = benchmark_input.peak_memory_mb(lambda: torch.ones(24 << 20))
+    assert large - small > 60
+
+
+def test_benchmark_prints_and_writes_every_figure(tmp_path):
+    options = [
+        "num_examples=40",
+        "num_files=2",
+        "batch_sizes=[8]",
+        "num_workers=[0,1]",
+        "pairs=2",
+        "overlap_repeats=1",
+        "hydra.run.dir=run",
+    ]
+    process = subprocess.run(
+        [sys.executable, str(RECIPE), *options], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert len(results["epoch_s"]) == 5 * 3, "five kinds of data, each for 1 replica, 2 replicas and 2 processes"
+    for name, result in results["epoch_s"].items():
+        assert name in process.stdout
+        assert len(result["torch"]) == len(result["ours"]) == 2
+        assert result["ratio"]["low"] <= result["ratio"]["median"] <= result["ratio"]["high"]
+    assert [len(peaks) for peaks in results["peak_mb"].values()] == [3, 3, 3]
+    assert len(results["step_ms"]) == 4
+    assert (tmp_path / "run" / "rates.png").stat().st_size > 0
