@@ -17,6 +17,9 @@ DOCS_API = Path(__file__).parents[1] / "docs" / "api"
 MODULES = [
     "torchstrategy",
     "torchstrategy.config",
+    "torchstrategy.data",
+    "torchstrategy.data.experimental",
+    "torchstrategy.data.readers",
     "torchstrategy.errors",
     "torchstrategy.experimental",
     "torchstrategy.losses",
@@ -26,6 +29,7 @@ MODULES = [
     "torchstrategy.summary",
     "torchstrategy.testing",
     "torchstrategy.train",
+    "torchstrategy.utils",
 ]
 
 
