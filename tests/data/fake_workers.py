@@ -5,7 +5,6 @@ One rank runs at a time. The turn passes where the ranks talk, and each rank kee
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -69,15 +68,25 @@ def run_ranks(size, fn, num_local=1, seed=0):
                 job.barrier.abort()
                 raise
 
+    results, errors = [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = call(rank)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
     state = torch.get_rng_state()
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(call, rank) for rank in range(size)]
+    # Not an executor: a loader worker forked from one of its threads would try to join that thread at its end.
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     torch.set_rng_state(state)
-    errors = [future.exception() for future in futures if future.exception() is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    return [future.result() for future in futures]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
 
 
 def one_process(num_replicas):

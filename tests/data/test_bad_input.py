@@ -371,7 +371,7 @@ class TestWrongTypes:
         with pytest.raises(TypeError, match="auto_shard_policy must be"):
             replicas(2).experimental_distribute_dataset([X], auto_shard_policy="DATA")
 
-    @pytest.mark.parametrize("dataset", [X, X.numpy(), (X, X), {"x": X}])
+    @pytest.mark.parametrize("dataset", [X, X.numpy(), {"x": X}])
     def test_function_that_returns_a_batch(self, dataset):
         with pytest.raises(TypeError, match=r"returned a \w+, which holds one batch.*list of batches"):
             replicas(2).distribute_datasets_from_function(lambda _: dataset)

@@ -114,7 +114,7 @@ def _check_dataset(dataset: Any) -> Iterable[Any]:
             f"The dataset function returned a {type(dataset).__name__}, which can be iterated only once. Return a "
             "DataLoader, a list of batches, or another object whose __iter__ starts anew."
         )
-    if isinstance(dataset, (tuple, Mapping, Tensor, np.ndarray)):
+    if isinstance(dataset, (Mapping, Tensor, np.ndarray)):
         raise TypeError(
             f"The dataset function returned a {type(dataset).__name__}, which holds one batch or examples. Return a "
             "DataLoader, a list of batches, or another iterable of batches for one replica."

@@ -203,13 +203,13 @@ class _Reading:
         filled = iter(loaded)
         empty = empty_like(loaded[0])
         parts = [next(filled) if step.sizes[i] else empty for i in self._placement.local_replica_ids]
-        return join_parts(parts, self._shares(step.sizes, parts))
+        return join_parts(parts, self._shares(self._workers, step.sizes, parts))
 
-    def _shares(self, sizes: tuple[int, ...], parts: list[Components]) -> list[BatchShares | None]:
+    def _shares(self, workers: Workers, sizes: tuple[int, ...], parts: list[Components]) -> list[BatchShares | None]:
         """Return how many examples every replica has of each component."""
         lengths = [[batch_length(leaf) for leaf in part.leaves] for part in parts]
-        if self._has_own_collate and self._workers is not None:  # which may leave examples out, or add some
-            heard = self._workers.exchange("lengths of collated batches", lengths)
+        if self._has_own_collate:  # which may leave examples out, or add some
+            heard = workers.exchange("lengths of collated batches", lengths)
             columns = zip(*(row for rows in heard for row in rows), strict=True)
             return [None if None in column else BatchShares(column) for column in columns]
         expected = [sizes[i] for i in self._placement.local_replica_ids]
