@@ -157,10 +157,12 @@ class InputOptions:
         experimental_fetch_to_device: move elements to the replicas' devices; ``None`` means yes.
         experimental_replication_mode: once per worker (the default) or once per replica.
         experimental_place_dataset_on_device: keep the dataset itself on the device; only with ``PER_REPLICA``.
-        experimental_per_replica_buffer_size: elements prefetched for each replica.
+        experimental_per_replica_buffer_size: elements whose copies to an accelerator are started before they are asked
+            for; without effect on CPUs.
 
     Raises:
         ValueError: ``experimental_per_replica_buffer_size`` is not positive.
+        TypeError: ``experimental_replication_mode`` is no ``InputReplicationMode``.
 
     Example:
         >>> ts.InputOptions(experimental_per_replica_buffer_size=2).experimental_per_replica_buffer_size
@@ -175,6 +177,11 @@ class InputOptions:
     def __post_init__(self) -> None:
         if self.experimental_fetch_to_device is None:
             object.__setattr__(self, "experimental_fetch_to_device", True)
+        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
+            raise TypeError(
+                "experimental_replication_mode must be a ts.InputReplicationMode. "
+                f"Received: {self.experimental_replication_mode!r}"
+            )
         if self.experimental_per_replica_buffer_size < 1:
             raise ValueError(
                 "experimental_per_replica_buffer_size must be at least 1. "

@@ -308,7 +308,9 @@ class TestDataDividedTwice:
     @pytest.mark.parametrize("is_loader", [True, False])
     def test_map_style_datasets(self, make, is_loader):
         kwargs = {} if is_loader else {"batch_size": 4}
-        with pytest.raises(DisagreementError, match=r"and data.*rank 1: .*random_split must be seeded alike"):
+        with pytest.raises(
+            DisagreementError, match=r"data that they divide.*rank 1: .*random_split must be seeded alike"
+        ):
             read_by_rank(lambda rank: DataLoader(make(rank), 4) if is_loader else make(rank), **kwargs)
         assert read_by_rank(lambda _: DataLoader(make(0), 4))
 

@@ -301,3 +301,53 @@ def test_an_error_that_was_met_ahead_comes_in_its_turn():
     assert next(iterator).shape == (2,)
     with pytest.raises(KeyError, match="example 2 is broken"):
         next(iterator)
+
+
+def test_an_iterator_knows_the_specification_and_goes_on_from_a_state():
+    dataset = distribute_dataset(torch.arange(6), one_process(1), None, batch_size=2)
+    iterator = iter(dataset)
+    assert iterator.element_spec == dataset.element_spec
+    next(iterator)
+    state = iterator.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    iterator.load_state_dict(state)
+    assert [batch.tolist() for batch in iterator] == rest == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("other", [torch.arange(8), [torch.arange(2)] * 3])
+def test_a_state_of_other_data_is_refused(other):
+    dataset = distribute_dataset(torch.arange(6), one_process(1), None, batch_size=2)
+    next(iter(dataset))
+    batch_size = 2 if isinstance(other, torch.Tensor) else None
+    another = distribute_dataset(other, one_process(1), None, batch_size=batch_size)
+    another.load_state_dict(dataset.state_dict())
+    with pytest.raises(InvalidArgumentError, match="The state to resume from"):
+        next(iter(another))
+
+
+def test_an_interrupted_iterator_is_finished():
+    def stops():
+        yield torch.ones(1)
+        raise KeyboardInterrupt
+
+    class Data:
+        def __iter__(self):
+            return stops()
+
+    iterator = iter(distribute_dataset(Data(), one_process(1), None))
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt"):
+        next(iterator)
+
+
+def test_iterations_that_share_persistent_workers_are_told_apart():
+    loader = DataLoader(range(8), 2, num_workers=1, persistent_workers=True)
+    dataset = distribute_dataset(loader, one_process(1), None)
+    first, second = iter(dataset), iter(dataset)
+    next(first)
+    next(second)
+    with pytest.raises(RuntimeError, match="taken over its persistent workers"):
+        next(first)
+    assert [batch.tolist() for batch in second] == [[2, 3], [4, 5], [6, 7]]

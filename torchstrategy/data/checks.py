@@ -71,12 +71,12 @@ def check_first_batch(workers: Workers, batch: Components) -> None:
     check_kinds(workers.exchange("structure of the first batch", kind_of(batch)))
 
 
-def held_data(dataset: Any) -> list[int | None]:
+def held_data(dataset: Any) -> tuple[int | None, int]:
     """Return what can be compared of a map-style dataset without loading examples: its length, and a checksum.
 
     Tensors are compared in part, the indices of subsets wholly: a ``random_split`` may have been drawn on each rank.
     """
-    return [known_length(dataset), _held_checksum(dataset)]
+    return known_length(dataset), _held_checksum(dataset)
 
 
 def warn_of_other_values(workers: Workers, batch: Components) -> None:

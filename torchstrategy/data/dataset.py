@@ -284,6 +284,11 @@ class DistributedIterator:
         self._end = RuntimeError(f"This iterator ended with an error before: {error!r}. Take a new one: iter(dataset).")
         raise error
 
+    @property
+    def element_spec(self) -> Any:
+        """The structure of the elements, as ``DistributedDataset.element_spec`` says it."""
+        return self._dataset.element_spec
+
     def get_next(self) -> Any:
         """Return the next element.
 

@@ -43,9 +43,10 @@ from torchstrategy.values import BatchShares
 __all__ = ["IndexedLoader", "has_index_batches"]
 
 _SAME_ORDER = (
-    "Every rank must draw the same index batches: shuffle by a torch generator or torch's default one (their states "
-    "are shared), not by Python's or numpy's, and build the same dataset on every rank. The strategy gives each rank "
-    "its part, so no sampler or dataset may divide the data by rank, and random_split must be seeded alike."
+    "Build the same dataset on every rank, from the same seed if it is random, and draw the same index batches: "
+    "shuffle by a torch generator or torch's default one (their states are shared), not by Python's or numpy's. The "
+    "strategy gives each rank its part, so no sampler or dataset may divide the data by rank, and random_split must be "
+    "seeded alike."
 )
 
 
@@ -260,7 +261,7 @@ class _IndexBatches:
     def __init__(self, loader: DataLoader[Any], placement: Placement, workers: Workers | None) -> None:
         self._batch_sampler: Iterable[Any] = loader.batch_sampler  # type: ignore[assignment]
         self._generators = find_generators(loader)
-        self._held_data = [] if workers is None else held_data(loader.dataset)
+        self._held_data = (None, 0) if workers is None else held_data(loader.dataset)
         self._draws_once = _draws_once(loader)
         self._placement = placement
         self._workers = workers
@@ -303,10 +304,12 @@ class _IndexBatches:
         if self._workers is not None:
             first = OrderDigest() if indices is END else OrderDigest().add(indices := list(indices))
             resumed_at = 0 if draw.resume is None else draw.resume["step"]
-            record = [known_length(self._batch_sampler), *first, resumed_at, *self._held_data]
-            check_equal(
-                self._workers, "number of batches, first index batch, step to resume at and data", record, _SAME_ORDER
+            num_examples, checksum = self._held_data
+            record = (
+                f"{known_length(self._batch_sampler)} batches, the first one's indices {first.checksum:x}, after step "
+                f"{resumed_at}, {num_examples} examples, of which checksum {checksum:x}"
             )
+            check_equal(self._workers, "data that they divide", record, _SAME_ORDER)
         while indices is not END:
             digest = digest.add(indices := list(indices))
             if draw.resume is None or digest.num_batches > draw.resume["step"]:

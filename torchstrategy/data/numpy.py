@@ -87,10 +87,10 @@ class ArrayBatches:
         Raises:
             InvalidArgumentError: the state is of other arrays.
         """
-        if state["sizes"] != self.sizes:
+        if state.get("sizes") != self.sizes:
             raise InvalidArgumentError(
-                f"The state to resume from is of arrays with [examples, batch size] {state['sizes']}, these have "
-                f"{self.sizes}."
+                f"The state to resume from is not of arrays with [examples, batch size] {self.sizes}. Load it into the "
+                f"same dataset as it was taken from. It holds: {state!r:.100}"
             )
         self._resume_at = state["next"]
 

@@ -57,10 +57,14 @@ def choose_sharding(data: Any, asked: AutoShardPolicy | None, workers: Workers |
         advice = "Every rank must pass the same dataset, with its files in the same order (sort what a glob found)."
         check_equal(workers, "sharding policy, number of files and hash of their names", record, advice)
     is_auto = policy is AutoShardPolicy.AUTO
+    source = _source(data)
     sharding = _choose(policy, num_files, 1 if workers is None else workers.size)
+    if policy is AutoShardPolicy.HINT and not (isinstance(source, Pipeline) and source.has_shard_hint):
+        why = "asked for; the dataset has no shard(SHARD_HINT, SHARD_HINT), so each process reads all the data"
+        sharding = Sharding(policy, why)
     if is_auto and num_files is not None:
         file, whole = AutoShardPolicy.FILE, AutoShardPolicy.DATA
-        if not getattr(_source(data), "splits_by_file", True):
+        if not source.splits_by_file:
             why = "take, skip, shard, zip or drop_remainder=True give other elements over parts of the files"
             sharding = Sharding(whole, f"chosen by AUTO instead of FILE, because {why}")
         else:

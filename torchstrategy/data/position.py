@@ -124,6 +124,12 @@ class StreamReader:
     def _go_on(self, state: dict[str, Any]) -> None:
         """Bring the data to where the state was taken."""
         position = self._position
+        if (state["data"] is not None) != is_resumable(self.data):
+            has, had = ("a", "no") if state["data"] is None else ("no", "a")
+            raise InvalidArgumentError(
+                f"The state to resume from is of data with {had} state_dict of its own, but a "
+                f"{type(self.data).__name__} has {has} state_dict. Load it into the same dataset as it was taken from."
+            )
         if state["data"] is not None:
             self.data.load_state_dict(state["data"])
             restore_generators(self.data, state)
