@@ -113,3 +113,78 @@ def test_every_order_is_about_equally_likely():
         counts = [orders.count(order) for order in set(orders)]
         assert len(counts) == 6
         assert all(60 < count < 140 for count in counts)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_inner_datasets_have_new_orders_in_each_repetition(length):
+    dataset = Dataset.range(2).interleave(lambda n: Dataset.range(30).shuffle(30), length).repeat(2)
+    numbers = plain(dataset)
+    assert numbers[:60] != numbers[60:]
+    assert sorted(numbers[:60]) == sorted(numbers[60:])
+
+
+def test_resuming_in_a_later_repetition_of_inner_datasets():
+    def make():
+        return Dataset.range(2).flat_map(lambda n: Dataset.range(9).shuffle(9)).repeat(3)
+
+    dataset = make()
+    elements = iter(dataset)
+    for _ in range(23):
+        next(elements)
+    resumed = make()
+    resumed.load_state_dict(dataset.state_dict())
+    assert plain(resumed) == plain(elements)
+
+
+def test_a_cache_that_inner_datasets_share_is_resumed():
+    def make():
+        inner = Dataset.range(9).shuffle(9).cache()
+        return Dataset.range(4).flat_map(lambda n: inner)
+
+    dataset = make()
+    first = plain(dataset)
+    elements = iter(dataset)
+    for _ in range(12):
+        next(elements)
+    resumed = make()
+    resumed.load_state_dict(dataset.state_dict())
+    rest = plain(elements)
+    assert plain(resumed) == rest
+    assert first[:9] == first[9:18] != rest[-9:]
+
+
+def test_a_cache_that_is_read_twice_has_one_order():
+    inner = Dataset.range(9).shuffle(9).cache()
+    pairs = Dataset.zip(inner, inner)
+    for dataset in (pairs, Dataset.range(2).flat_map(lambda n: pairs)):
+        assert all(a == b for a, b in dataset)
+
+
+def test_a_cache_after_repeat_keeps_each_repetition():
+    numbers = plain(Dataset.range(2).map(lambda _: torch.rand(())).repeat(2).cache())
+    assert len(set(numbers)) == 4
+
+
+def test_parts_of_a_split_fit_together_wherever_they_are_used():
+    hint = ts.data.SHARD_HINT
+
+    def split():
+        shuffled = Dataset.range(10).shuffle(10, reshuffle_each_iteration=False)
+        return shuffled.take(3), shuffled.skip(3)
+
+    cached = Dataset.range(10).shuffle(10).cache()
+    for first, second in (split(), (cached.take(3), cached.skip(3))):
+        parts = [part.shard(hint, hint).shard_by_hint(1, 0) for part in (first, second)]
+        assert sorted(number for part in parts for number in plain(part)) == list(range(10))
+
+    def both(_):
+        first, second = split()
+        return first.concatenate(second)
+
+    assert sorted(plain(Dataset.range(2).flat_map(both))) == sorted([*range(10), *range(10)])
+
+
+def test_a_dataset_that_is_used_twice_stays_one_when_hints_are_filled_in():
+    for inner in (Dataset.range(9).shuffle(9).cache(), Dataset.range(9).shuffle(9, reshuffle_each_iteration=False)):
+        pairs = Dataset.zip(inner, inner).shard(ts.data.SHARD_HINT, ts.data.SHARD_HINT).shard_by_hint(2, 1)
+        assert all(a == b for a, b in pairs)

@@ -175,6 +175,18 @@ def test_a_cache_in_a_new_process_has_the_old_order():
     assert plain(resumed) == plain(dataset)
 
 
+def test_a_cache_keeps_its_order_from_a_state_between_epochs():
+    def make():
+        return Dataset.range(30).shuffle(30).cache().batch(4)
+
+    dataset = make()
+    first = plain(dataset)
+    elements = iter(dataset)
+    resumed = make()
+    resumed.load_state_dict(dataset.state_dict())
+    assert plain(resumed) == plain(elements) == first
+
+
 def test_a_cache_of_another_order_is_forgotten():
     dataset = Dataset.from_generator(lambda: range(30)).shuffle(30).cache()
     elements = at(dataset, 10)

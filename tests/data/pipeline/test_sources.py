@@ -284,3 +284,9 @@ def test_range():
 def test_bad_arguments(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+def test_a_range_that_does_not_fit_its_dtype():
+    assert Dataset.range(128, output_type=torch.int8).batch(128).get_single_element().max() == 127
+    with pytest.raises(ts.errors.InvalidArgumentError, match=r"don't fit into torch\.int8"):
+        Dataset.range(129, output_type=torch.int8)

@@ -4,10 +4,12 @@ import collections
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import torchstrategy as ts
+from torchstrategy.data.pipeline.batches import collate as ts_collate
 
 Dataset = ts.data.Dataset
 InvalidArgument = ts.errors.InvalidArgumentError
@@ -28,6 +30,7 @@ def test_tuples_are_unpacked_and_dicts_are_not():
     assert plain(pairs.map(lambda a, b: a * b)) == [3, 8]
     assert [a.item() for a, _ in pairs.filter(lambda a, b: a > 1)] == [2]
     assert plain(Dataset.from_tensor_slices({"a": [1, 2]}).map(lambda x: x["a"])) == [1, 2]
+    assert plain(Dataset.from_tensor_slices(Named([1, 2])).map(lambda x: x.a)) == [1, 2]  # only plain tuples are
 
 
 def test_interleave_as_in_tf():
@@ -222,6 +225,66 @@ def test_errors_of_sources_and_predicates_say_where():
             assert text in caught.value.__notes__[0]
     with pytest.raises(TypeError, match=r"one truth value.*\.all\(\)"):
         list(Dataset.range(4).batch(2).filter(lambda x: x > 1))
+    for answer in (None, "no", [True]):
+        with pytest.raises(TypeError, match="one truth value"):
+            list(Dataset.range(4).filter(lambda x, answer=answer: answer))
+
+
+def test_a_function_that_raises_stop_iteration_does_not_end_the_dataset():
+    for dataset in (
+        Dataset.from_generator(lambda: next(iter(()))),
+        Dataset.from_files(["a"], lambda _: next(iter(()))),
+    ):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            list(dataset)
+
+
+def test_a_prefetch_that_begins_anew_waits_for_its_thread():
+    running, most = [], []
+
+    def slow(x):
+        running.append(x)
+        most.append(len(running))
+        time.sleep(1.4 if x == 1 else 0)  # longer than torchdata waits for a thread
+        running.remove(x)
+        return x
+
+    assert plain(Dataset.range(5).map(slow).prefetch(3).take(1).repeat(2)) == [0, 0]
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.int64, 0.5), (torch.uint8, -1), (torch.bool, 2)])
+def test_a_padding_value_that_does_not_fit(dtype, value):
+    dataset = Dataset.range(1, 3).map(lambda n: torch.ones(int(n), dtype=dtype))
+    with pytest.raises(InvalidArgument, match=r"does not fit tensors of torch\."):
+        list(dataset.padded_batch(2, padding_values=value))
+
+
+def test_raw_elements_become_the_same_batches_as_tensors():
+    rows = [
+        {"x": torch.ones(2), "i": 2**40, "f": 0.5, "b": True, "s": "a", "n": None, "p": (np.float64(1), b"q")},
+        {"x": torch.zeros(2), "i": -1, "f": 1.5, "b": False, "s": "b", "n": None, "p": (np.float64(2), b"r")},
+    ]
+    raw = Dataset.from_generator(lambda: rows).batch(2).get_single_element()
+    single = Dataset.from_generator(lambda: rows)
+    expected = ts_collate(list(single))
+    assert repr(raw) == repr(expected)
+    assert [raw[key].dtype for key in "xifb"] == [torch.float32, torch.int64, torch.float32, torch.bool]
+    assert raw["p"][0].dtype == torch.float64
+    assert raw["n"] is None
+
+
+def test_what_a_generator_refills_is_kept():
+    def refill():
+        array, example = np.zeros(2), {}
+        for i in range(4):
+            array[:] = i
+            example.update(array=array, number=i)
+            yield example
+
+    batch = Dataset.from_generator(refill).shuffle(4).batch(4).get_single_element()
+    assert batch["array"][:, 0].tolist() == batch["number"].tolist()
+    assert sorted(batch["number"].tolist()) == [0, 1, 2, 3]
 
 
 Named = collections.namedtuple("Named", ["a"])

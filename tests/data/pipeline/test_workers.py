@@ -60,6 +60,13 @@ def test_epochs_differ_and_torchs_seed_decides(persistent_workers):
         assert runs[0][0] != runs[0][1]
 
 
+def test_a_single_worker_has_new_orders_too():
+    loader = DataLoader(Dataset.range(40).shuffle(40, seed=1), batch_size=40, num_workers=1)
+    first, second = (next(iter(loader)).tolist() for _ in range(2))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(40))
+
+
 @pytest.fixture
 def as_worker(monkeypatch):
     """Make this process look like a loader's worker: torch's workers end slowly after an error."""

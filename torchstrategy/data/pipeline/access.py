@@ -1,7 +1,8 @@
-"""Random access to elements by their position.
+"""From items to elements.
 
-While a pipeline only reorders or leaves out elements of such a source, it works on positions: buffers hold integers,
-states are tiny, and a batch is gathered with one indexing operation.
+While a pipeline only reorders or leaves out elements of a source with random access, it works on positions: buffers
+hold integers, states are tiny, and a batch is gathered with one indexing operation. Those of other sources stay as the
+user made them until then, so that a batch is converted at once.
 """
 
 from __future__ import annotations
@@ -14,23 +15,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchstrategy.data.pipeline.elements import collate, describe, leaf_paths, map_leaves, to_element
+from torchstrategy.data.pipeline.batches import collate, collate_raw
+from torchstrategy.data.pipeline.elements import describe, leaf_paths, map_leaves, to_element
 from torchstrategy.data.pipeline.failures import call_noted
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["Access", "CachedAccess", "Columns", "MappedAccess", "Progression", "column_length"]
+__all__ = ["RAW", "Access", "CachedAccess", "Columns", "MappedAccess", "Progression"]
 
 
 class Access(Protocol):
-    """Elements by position."""
+    """Elements by item."""
 
+    by_position: bool  # items are positions
     num_parallel_calls: int
 
-    def get(self, position: int) -> Any:
+    def get(self, item: Any) -> Any:
         """Return one element; the caller may change it in place."""
 
-    def gather(self, positions: Sequence[int]) -> Any:
-        """Return a batch."""
+    def gather(self, items: Sequence[Any], first_number: int) -> Any:
+        """Return a batch; ``first_number`` is the first element's number in the dataset, for messages."""
+
+
+class _RawAccess:
+    """Elements that are not converted yet."""
+
+    by_position = False
+    num_parallel_calls = 0
+    get = staticmethod(to_element)
+    gather = staticmethod(collate_raw)
+
+
+RAW = _RawAccess()
 
 
 class Progression:
@@ -41,6 +56,7 @@ class Progression:
         dtype: of the tensors.
     """
 
+    by_position = True
     num_parallel_calls = 0
 
     def __init__(self, values: range, dtype: torch.dtype) -> None:
@@ -51,7 +67,7 @@ class Progression:
         """Return one number."""
         return torch.tensor(self._values[position], dtype=self._dtype, device="cpu")
 
-    def gather(self, positions: Sequence[int]) -> Tensor:
+    def gather(self, positions: Sequence[int], first_number: int) -> Tensor:  # noqa: ARG002 - all are alike
         """Return several numbers."""
         values = torch.tensor(positions, dtype=torch.int64, device="cpu") * self._values.step + self._values.start
         return values.to(self._dtype)
@@ -67,11 +83,12 @@ class Columns:
         InvalidArgumentError: there are none, one is a scalar, or their lengths differ.
     """
 
+    by_position = True
     num_parallel_calls = 0
 
     def __init__(self, structure: Any) -> None:
         self._columns = map_leaves(_as_column, structure)
-        self.length = column_length(self._columns)
+        self.length = _column_length(self._columns)
 
     @classmethod
     def of_one(cls, element: Any) -> Columns:
@@ -85,7 +102,7 @@ class Columns:
         """Return a copy of one slice."""
         return map_leaves(lambda column: _copy(column[position]), self._columns)
 
-    def gather(self, positions: Sequence[int]) -> Any:
+    def gather(self, positions: Sequence[int], first_number: int) -> Any:  # noqa: ARG002 - all are alike
         """Return the slices at some positions in one batch."""
         start, count = positions[0], len(positions)
         if positions[-1] - start == count - 1 and list(positions) == list(range(start, start + count)):
@@ -103,6 +120,8 @@ class MappedAccess:
         num_parallel_calls: threads that call it; 0 for none.
     """
 
+    by_position = True
+
     def __init__(self, inner: Access, fn: Callable[..., Any], num_parallel_calls: int) -> None:
         self._inner = inner
         self._fn = fn
@@ -113,9 +132,9 @@ class MappedAccess:
         element = self._inner.get(position)
         return to_element(call_noted("map", self._fn, element, f"element {position} of its source"))
 
-    def gather(self, positions: Sequence[int]) -> Any:
+    def gather(self, positions: Sequence[int], first_number: int) -> Any:
         """Return a batch."""
-        return collate([self.get(position) for position in positions])
+        return collate([self.get(position) for position in positions], first_number)
 
 
 class CachedAccess:
@@ -125,6 +144,8 @@ class CachedAccess:
         inner: the source.
         memory: where they are kept, by position.
     """
+
+    by_position = True
 
     def __init__(self, inner: Access, memory: dict[int, Any]) -> None:
         self._inner = inner
@@ -137,12 +158,12 @@ class CachedAccess:
             self._memory[position] = self._inner.get(position)
         return map_leaves(_copy, self._memory[position])
 
-    def gather(self, positions: Sequence[int]) -> Any:
+    def gather(self, positions: Sequence[int], first_number: int) -> Any:
         """Return a batch."""
-        return collate([self.get(position) for position in positions])
+        return collate([self.get(position) for position in positions], first_number)
 
 
-def column_length(structure: Any) -> int:
+def _column_length(structure: Any) -> int:
     """Return the one length of all columns.
 
     Raises:

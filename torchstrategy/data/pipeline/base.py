@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,25 @@ class Pipeline(IterableDataset[Any]):
             Options(auto_shard_policy=AUTO, deterministic=None)
         """
         return self._options.merge(Options())
+
+    def with_options(self, options: Options) -> Dataset:
+        """Set options; those that were set before and are not set in these stay.
+
+        Args:
+            options: they are copied.
+
+        Raises:
+            TypeError: ``options`` is no ``ts.data.Options``.
+
+        Example:
+            >>> options = ts.data.Options()
+            >>> options.experimental_distribute.auto_shard_policy = ts.data.AutoShardPolicy.OFF
+            >>> ts.data.Dataset.range(3).with_options(options).options().experimental_distribute.auto_shard_policy
+            <AutoShardPolicy.OFF: -1>
+        """
+        if not isinstance(options, Options):
+            raise TypeError(f"with_options() takes a ts.data.Options. Received: {options!r}")
+        return self._with(self._op, self._options.merge(copy.deepcopy(options)))
 
     def peek(self) -> Any:
         """Return an element, to see what elements are like: not necessarily the first one.

@@ -69,24 +69,18 @@ class ConcatenateOp(Op):
 class InterleaveOp(RandomOp):
     """``interleave``, and ``flat_map`` with one dataset at a time."""
 
+    keeps_count: ClassVar[bool] = False
+    form: ClassVar[str] = "interleave({0.cycle_length}, {0.block_length})"
+    keeps_batches: ClassVar[bool] = False
+
     fn: Callable[..., Any]
     cycle_length: int
     block_length: int
-
-    keeps_batches: ClassVar[bool] = False
 
     @override
     def build_random(self, stream: Stream, key: list[int]) -> Stream:
         opener = _OpenInner(self.fn, key)
         return Stream(Interleave(elements_of(stream), opener, self.cycle_length, self.block_length))
-
-    @override
-    def cardinality(self) -> int:
-        return UNKNOWN_CARDINALITY
-
-    @override
-    def label(self) -> str:
-        return f"interleave({self.cycle_length}, {self.block_length})"
 
     @override
     def draw_key(self, draws: Draws) -> list[int]:
@@ -100,7 +94,7 @@ class _OpenInner:
         self._fn = fn
         self._key = key
 
-    def __call__(self, element: Any, number: int) -> Node:
+    def __call__(self, element: Any, repetition: int, number: int) -> Node:
         dataset = call_noted("flat_map or interleave", self._fn, element, f"element {number}")
         op = getattr(dataset, "_op", None)
         if not isinstance(op, Op):
@@ -108,4 +102,4 @@ class _OpenInner:
                 f"The function {function_name(self._fn)} of flat_map or interleave must return a ts.data.Dataset. "
                 f"Received: {type(dataset).__name__}"
             )
-        return elements_of(op.make(iter(op.resolve(KeyedDraws(self._key, number)))))
+        return elements_of(op.make(iter(op.resolve(KeyedDraws(self._key, [repetition, number])))))

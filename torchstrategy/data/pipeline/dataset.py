@@ -40,14 +40,12 @@ class Dataset(Transformations):
     """
 
     def _with(self, op: Op, options: Options | None = None) -> Dataset:
-        result = Dataset.__new__(Dataset)
-        Transformations.__init__(result, op, options or self._options)
-        return result
+        return Dataset._of(op, options or self._options)
 
-    @classmethod
-    def _of(cls, op: Op) -> Dataset:
+    @staticmethod
+    def _of(op: Op, options: Options | None = None) -> Dataset:
         result = Dataset.__new__(Dataset)
-        Transformations.__init__(result, op)
+        Transformations.__init__(result, op, options)
         return result
 
     @staticmethod
@@ -98,7 +96,7 @@ class Dataset(Transformations):
             output_type: dtype of the elements.
 
         Raises:
-            InvalidArgumentError: there are no or too many arguments, or the step is 0.
+            InvalidArgumentError: there are no or too many arguments, the step is 0, or the numbers don't fit the dtype.
             TypeError: an argument is no integer, or ``output_type`` is no dtype.
 
         Example:
@@ -222,6 +220,24 @@ class Dataset(Transformations):
             raise TypeError("zip() needs at least one dataset.")
         options = reduce(Options.merge, [dataset._options for dataset in found])
         return found[0]._with(ZipOp(tuple(dataset._op for dataset in found), numbers), options)
+
+    def apply(self, transformation_func: Callable[[Dataset], Any]) -> Any:
+        """Return what a function makes of this dataset.
+
+        Args:
+            transformation_func: takes a dataset and returns one.
+
+        Raises:
+            TypeError: it is no function, or returned no dataset.
+
+        Example:
+            >>> list(ts.data.Dataset.range(3).apply(lambda dataset: dataset.skip(2)))
+            [tensor(2)]
+        """
+        result = check_callable("transformation_func", transformation_func)(self)
+        if not isinstance(result, Dataset):
+            raise TypeError(f"The function of apply() must return a ts.data.Dataset. Received: {result!r}")
+        return result
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         """Iterate over the elements with numpy arrays and numbers in place of tensors.

@@ -3,131 +3,85 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.access import Access
-from torchstrategy.data.pipeline.elements import collate, map_leaves, split, to_element
-from torchstrategy.data.pipeline.failures import add_note, call_noted
-from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.pipeline.batches import split
+from torchstrategy.data.pipeline.elements import describe, map_leaves, to_raw
+from torchstrategy.data.pipeline.failures import add_note, begin, call_noted
+from torchstrategy.data.pipeline.node import Node, SourcedNode, State
 
-__all__ = ["Batch", "Cache", "CacheMemory", "Filter", "Gather", "Generate", "Lookup", "Map", "Unbatch"]
+__all__ = ["Batch", "Cache", "CacheMemory", "Filter", "Generate", "Lookup", "Map", "Unbatch"]
 
 
-class Lookup(Node):
-    """The elements at positions.
+class Lookup(SourcedNode):
+    """The elements of items.
 
     Args:
-        positions: of the elements.
-        access: finds them.
+        source: of the items, positions or raw elements.
+        access: makes elements of them.
     """
 
-    def __init__(self, positions: Node, access: Access) -> None:
-        super().__init__()
-        self._positions = positions
+    def __init__(self, source: Node, access: Access) -> None:
+        super().__init__(source)
         self._access = access
 
     @override
-    def start(self, state: State | None) -> None:
-        self._positions.reset(None if state is None else state["positions"])
-
-    @override
-    def next(self) -> Any:
-        return self._access.get(next(self._positions))
+    def read(self, count: int) -> list[Any]:
+        return [self._access.get(item) for item in self._source.read(count)]
 
     @override
     def skip(self, count: int) -> int:
-        return self._positions.skip(count)
-
-    @override
-    def get_state(self) -> State:
-        return {"positions": self._positions.state_dict()}
+        return self._source.skip(count)
 
 
-class Gather(Node):
-    """Batches of the elements at positions, each read at once.
+class Batch(SourcedNode):
+    """Batches of elements, each made at once.
 
     Args:
-        positions: of the elements.
-        access: finds them.
+        source: of the items.
         batch_size: elements of a batch.
         drop_remainder: leave out a last batch of fewer elements.
+        stack: makes a batch of items and the number of the first one.
     """
 
-    def __init__(self, positions: Node, access: Access, batch_size: int, *, drop_remainder: bool) -> None:
-        super().__init__()
-        self._positions = positions
-        self._access = access
-        self._batch_size = batch_size
-        self._smallest = batch_size if drop_remainder else 1
-
-    @override
-    def start(self, state: State | None) -> None:
-        self._positions.reset(None if state is None else state["positions"])
-
-    @override
-    def next(self) -> Any:
-        positions = self._positions.read(self._batch_size)
-        if len(positions) < self._smallest:
-            raise StopIteration
-        return self._access.gather(positions)
-
-    @override
-    def skip(self, count: int) -> int:
-        num_elements = self._positions.skip(count * self._batch_size)
-        last = num_elements % self._batch_size
-        return num_elements // self._batch_size + (last >= self._smallest)
-
-    @override
-    def get_state(self) -> State:
-        return {"positions": self._positions.state_dict()}
-
-
-class Batch(Node):
-    """Batches of elements.
-
-    Args:
-        source: of the elements.
-        batch_size: elements of a batch.
-        drop_remainder: leave out a last batch of fewer elements.
-        stack: makes a batch of elements and the number of the first one.
-    """
+    saved = ("num_read",)
 
     def __init__(
-        self,
-        source: Node,
-        batch_size: int,
-        *,
-        drop_remainder: bool,
-        stack: Callable[[list[Any], int], Any] = collate,
+        self, source: Node, batch_size: int, stack: Callable[[list[Any], int], Any], *, drop_remainder: bool
     ) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._batch_size = batch_size
         self._smallest = batch_size if drop_remainder else 1
         self._stack = stack
 
     @override
-    def start(self, state: State | None) -> None:
-        self._num_read = 0 if state is None else state["num_read"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.num_read = 0
 
     @override
     def next(self) -> Any:
         elements = self._source.read(self._batch_size)
         if len(elements) < self._smallest:
             raise StopIteration
-        self._num_read += len(elements)
-        return self._stack(elements, self._num_read - len(elements))
+        self.num_read += len(elements)
+        return self._stack(elements, self.num_read - len(elements))
 
     @override
-    def get_state(self) -> State:
-        return {"num_read": self._num_read, "source": self._source.state_dict()}
+    def skip(self, count: int) -> int:
+        num_elements = self._source.skip(count * self._batch_size)
+        self.num_read += num_elements
+        last = num_elements % self._batch_size
+        return num_elements // self._batch_size + (last >= self._smallest)
 
 
 class Unbatch(Node):
@@ -170,36 +124,34 @@ class Unbatch(Node):
         self._elements.extend(split(next(self._source)))
 
 
-class Map(Node):
-    """Elements after a function.
+class Map(SourcedNode):
+    """Raw elements after a function.
 
     Args:
         source: of the elements.
         fn: the user's function.
     """
 
+    saved = ("number",)
+
     def __init__(self, source: Node, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._fn = fn
 
     @override
-    def start(self, state: State | None) -> None:
-        self._number = 0 if state is None else state["number"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.number = 0
 
     @override
-    def next(self) -> Any:
-        element = next(self._source)
-        self._number += 1
-        return to_element(call_noted("map", self._fn, element, f"element {self._number - 1}"))
-
-    @override
-    def get_state(self) -> State:
-        return {"number": self._number, "source": self._source.state_dict()}
+    def read(self, count: int) -> list[Any]:
+        items = []
+        for element in self._source.read(count):
+            items.append(to_raw(call_noted("map", self._fn, element, f"element {self.number}")))
+            self.number += 1
+        return items
 
 
-class Filter(Node):
+class Filter(SourcedNode):
     """The elements for which a function is true.
 
     Args:
@@ -207,27 +159,23 @@ class Filter(Node):
         predicate: the user's function.
     """
 
+    saved = ("number",)
+
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._predicate = predicate
 
     @override
-    def start(self, state: State | None) -> None:
-        self._number = 0 if state is None else state["number"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.number = 0
 
     @override
     def next(self) -> Any:
         while True:
             element = next(self._source)
-            self._number += 1
-            if _truth(call_noted("filter", self._predicate, element, f"element {self._number - 1}")):
+            self.number += 1
+            if _truth(call_noted("filter", self._predicate, element, f"element {self.number - 1}")):
                 return element
-
-    @override
-    def get_state(self) -> State:
-        return {"number": self._number, "source": self._source.state_dict()}
 
 
 class Generate(Node):
@@ -261,34 +209,28 @@ class Generate(Node):
                 )
 
     @override
-    def next(self) -> Any:
-        return self._convert(self._next_item())
+    def read(self, count: int) -> list[Any]:
+        return self._read(count, self._convert)
 
     @override
     def skip(self, count: int) -> int:
-        for skipped in range(count):
-            try:
-                self._next_item()
-            except StopIteration:
-                return skipped
-        return count
+        return len(self._read(count, lambda _: None))
 
     @override
     def get_state(self) -> State:
         return {"num_read": self._num_read}
 
-    def _next_item(self) -> Any:
+    def _read(self, count: int, convert: Callable[[Any], Any]) -> list[Any]:
+        items: list[Any] = []
         try:
             if self._items is None:
-                self._items = iter(self._make())
-            item = next(self._items)
-        except StopIteration:
-            raise
+                self._items = begin("from_generator", self._fn, lambda: iter(self._make()))
+            items.extend(map(convert, islice(self._items, count)))  # up to the one that fails
         except Exception as error:
-            add_note(error, "from_generator", self._fn, f"element {self._num_read}")
+            add_note(error, "from_generator", self._fn, f"element {self._num_read + len(items)}")
             raise
-        self._num_read += 1
-        return item
+        self._num_read += len(items)
+        return items
 
 
 class Cache(Node):
@@ -351,13 +293,12 @@ class Cache(Node):
 
 
 class CacheMemory:
-    """What a ``cache()`` keeps: elements in order, or by position if their source has random access."""
+    """The elements that a ``cache()`` keeps: in order, or by position if their source has random access."""
 
     def __init__(self) -> None:
         self.elements: list[Any] = []
         self.is_complete = False
         self.by_position: dict[int, Any] = {}
-        self.keys: list[list[int]] | None = None
         self.lock = threading.RLock()  # iterators may read in threads
 
     def __getstate__(self) -> dict[str, Any]:
@@ -366,16 +307,14 @@ class CacheMemory:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, lock=threading.RLock())
 
-    def forget(self) -> None:
-        """Forget everything."""
-        self.elements, self.is_complete, self.by_position = [], False, {}
-
 
 def _truth(answer: Any) -> bool:
-    if isinstance(answer, Tensor) and answer.numel() != 1:
+    if isinstance(answer, (bool, int, np.generic)):
+        return bool(answer)
+    if not isinstance(answer, (Tensor, np.ndarray)) or math.prod(answer.shape) != 1:
         raise TypeError(
-            f"The function of filter() must return one truth value. Received a tensor of shape {list(answer.shape)}: "
-            "take .all() or .any() of it."
+            f"The function of filter() must return one truth value. Received: {describe(answer)}. Of a tensor take "
+            ".all() or .any()."
         )
     return bool(answer)
 

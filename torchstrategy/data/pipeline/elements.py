@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["call", "collate", "describe", "leaf_paths", "map_leaves", "parts", "rebuild", "split", "to_element"]
+__all__ = ["call", "describe", "leaf_paths", "map_leaves", "parts", "rebuild", "to_element", "to_raw"]
 
 
 def to_element(value: Any) -> Any:
@@ -32,16 +31,32 @@ def to_element(value: Any) -> Any:
         return value
     if type(value) is tuple:
         return tuple([to_element(part) for part in value])
+    if isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic):
+        return _from_number(value)
     if isinstance(value, np.generic) or hasattr(value, "__array__"):
         return _from_array(np.asarray(value))
-    if isinstance(value, (bool, int, float, complex)):
-        return torch.tensor(value, device="cpu")
     if isinstance(value, list):
         return _from_list(value)
     if isinstance(value, Mapping) and not isinstance(value, (dict, OrderedDict)):
         value = dict(value)
     found = parts(value)
     return value if found is None else rebuild(value, [to_element(part) for part in found[1]])
+
+
+_NUMPY_NUMBERS = (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64)
+_UNCHANGING = frozenset({Tensor, int, float, bool, str, bytes, type(None), *_NUMPY_NUMBERS})
+
+
+def to_raw(value: Any) -> Any:
+    """Return what ``to_element`` makes the element of later; numbers wait, because ``batch`` converts many at once."""
+    kind = type(value)
+    if kind is tuple:
+        return value if _UNCHANGING.issuperset(map(type, value)) else tuple(map(to_raw, value))
+    if kind in _UNCHANGING:
+        return value
+    if kind is dict:
+        return {key: to_raw(part) for key, part in value.items()}
+    return to_element(value)
 
 
 def parts(value: Any) -> tuple[list[Any], list[Any]] | None:
@@ -104,106 +119,15 @@ def describe(element: Any) -> str:
 
 
 def call(fn: Callable[..., Any], element: Any) -> Any:
-    """Call a user's function as tf does: a tuple is unpacked into arguments, anything else is one argument."""
-    return fn(*element) if isinstance(element, tuple) else fn(element)
+    """Call a user's function as tf does: a plain tuple is unpacked into arguments, anything else is one argument."""
+    return fn(*element) if type(element) is tuple else fn(element)
 
 
-def collate(elements: Sequence[Any], first_number: int = 0) -> Any:
-    """Stack elements into a batch.
-
-    Args:
-        elements: at least one; all of the same structure, shapes and dtypes.
-        first_number: the first element's number in the dataset, for messages.
-
-    Returns:
-        Their structure, with tensors of shape ``[batch, ...]`` and lists of strings.
-
-    Raises:
-        InvalidArgumentError: the elements' structures, shapes or dtypes differ.
-        TypeError: a component is neither a tensor nor a string.
-    """
-    try:
-        return _collate(elements, "")
-    except _MismatchError as error:
-        i = error.position
-        raise InvalidArgumentError(
-            f"Elements of one batch must have the same structure, shapes and dtypes. {error.problem} Element "
-            f"{first_number} is {describe(elements[0])}, element {first_number + i} is {describe(elements[i])}. Make "
-            "them equal with map() before batch(), or use padded_batch()."
-        ) from None
-
-
-def split(batch: Any) -> list[Any]:
-    """Return the elements of a batch, cut along the first dimension of every component.
-
-    Raises:
-        InvalidArgumentError: a component has no first dimension, or the lengths differ.
-    """
-    leaves = [(path, leaf) for path, leaf in leaf_paths(batch) if leaf is not None]
-    for path, leaf in leaves:
-        if not isinstance(leaf, list) and not (isinstance(leaf, Tensor) and leaf.dim()):
-            raise InvalidArgumentError(
-                f"unbatch() needs components with a first dimension; {path or 'the one'} has none: {describe(batch)}."
-            )
-    lengths = {len(leaf) for _, leaf in leaves}
-    if len(lengths) != 1:
-        raise InvalidArgumentError(f"unbatch() needs components of one length. Received: {describe(batch)}")
-    return [map_leaves(partial(_at, i), batch) for i in range(lengths.pop())]
-
-
-def _at(position: int, leaf: Any) -> Any:
-    return None if leaf is None else leaf[position]
-
-
-class _MismatchError(Exception):
-    """The element at ``position`` does not fit the first one."""
-
-    def __init__(self, position: int, problem: str) -> None:
-        super().__init__(problem)
-        self.position = position
-        self.problem = problem
-
-
-def _collate(items: Sequence[Any], path: str) -> Any:
-    first = items[0]
-    if isinstance(first, Tensor):
-        return _stack(items, path)
-    found = parts(first)
-    if found is None:
-        return _collate_objects(items, path)
-    columns: list[list[Any]] = [[] for _ in found[0]]
-    for position, item in enumerate(items):
-        other = parts(item)
-        if other is None or type(item) is not type(first) or set(other[0]) != set(found[0]):
-            raise _MismatchError(position, f"Component {path or 'structure'} differs.")
-        values = other[1] if other[0] == found[0] else [item[key] for key in found[0]]
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-    return rebuild(first, [_collate(c, f"{path}[{key!r}]") for key, c in zip(found[0], columns, strict=True)])
-
-
-def _stack(items: Sequence[Any], path: str) -> Tensor:
-    first = items[0]
-    shape, dtype = first.shape, first.dtype
-    for position, item in enumerate(items):
-        if not isinstance(item, Tensor) or item.shape != shape or item.dtype != dtype:
-            raise _MismatchError(position, f"Component {path or '0'} differs.")
-    return torch.stack(list(items))
-
-
-def _collate_objects(items: Sequence[Any], path: str) -> Any:
-    first = items[0]
-    for position, item in enumerate(items):
-        if type(item) is not type(first):
-            raise _MismatchError(position, f"Component {path or '0'} differs.")
-    if first is None:
-        return None
-    if isinstance(first, (str, bytes, list)):
-        return list(items)
-    raise TypeError(
-        f"Can't batch component {path or '0'} of type {type(first).__name__}: only tensors, arrays, numbers and "
-        "strings can be stacked. Convert it with map() before batch()."
-    )
+def _from_number(value: complex) -> Tensor:
+    # torch.tensor takes three times as long.
+    if isinstance(value, (bool, int)):
+        return torch.from_numpy(np.array(value, np.bool_ if isinstance(value, bool) else np.int64))
+    return torch.scalar_tensor(value, device="cpu") if isinstance(value, float) else torch.tensor(value, device="cpu")
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> Any:

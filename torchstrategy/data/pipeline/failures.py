@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchstrategy.data.pipeline.elements import call, describe
 
-__all__ = ["add_note", "call_noted", "function_name"]
+__all__ = ["add_note", "begin", "call_noted", "function_name"]
 
 
 def call_noted(operation: str, fn: Callable[..., Any], element: Any, where: str) -> Any:
@@ -32,6 +32,18 @@ def call_noted(operation: str, fn: Callable[..., Any], element: Any, where: str)
     except Exception as error:
         add_note(error, operation, fn, f"{where}: {describe(element)}")
         raise
+
+
+def begin(operation: str, fn: Callable[..., Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Return the iterator that a user's function makes.
+
+    Raises:
+        RuntimeError: the function raised ``StopIteration``, which would end the dataset in silence.
+    """
+    try:
+        return make()
+    except StopIteration as error:
+        raise RuntimeError(f"The function of {operation}({function_name(fn)}) raised StopIteration.") from error
 
 
 def add_note(error: Exception, operation: str, fn: Callable[..., Any], where: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 from torchstrategy.data.pipeline.node import Node, State
 from torchstrategy.data.pipeline.op import Op
 from torchstrategy.data.pipeline.ops import ShardOp, elements_of
-from torchstrategy.data.pipeline.randomness import Draws, GlobalDraws, WorkerDraws
+from torchstrategy.data.pipeline.randomness import Draws, WorkerDraws
 from torchstrategy.data.pipeline.sharding import shard_files, splits_by_file
 from torchstrategy.errors import InvalidArgumentError
 
@@ -82,8 +82,10 @@ class Position:
     def _share_of_worker(self) -> tuple[Op, Callable[[], Draws]]:
         """In a worker process of a ``DataLoader``, return its part of the pipeline, with seeds equal in all workers."""
         info = get_worker_info()
-        if info is None or info.num_workers == 1:
-            return self._op, GlobalDraws
+        if info is None:
+            return self._op, Draws
+        if info.num_workers == 1:
+            self._worker = (info.id, self._op)
         if self._worker is None or self._worker[0] != info.id:
             by_file = splits_by_file(self._op) and (self._op.num_files or 0) >= info.num_workers
             share = shard_files(self._op, info.num_workers, info.id) if by_file else None
@@ -92,7 +94,7 @@ class Position:
 
     def _worker_draws(self, loader_seed: int) -> Draws:
         self._num_begun += 1
-        return WorkerDraws([loader_seed], self._num_begun - 1)
+        return WorkerDraws([loader_seed], [self._num_begun - 1])
 
 
 class PipelineIterator(Iterator[Any]):
@@ -165,9 +167,10 @@ class PipelineIterator(Iterator[Any]):
         state = self._loaded
         if state is not None:
             for op, (iteration, base) in zip(self._op.random_ops(), state["memories"], strict=True):
-                op.memory.iteration, op.memory.base = iteration, base
-            if state["keys"] is not None:
-                self._op.adopt(state["keys"])
+                op.memory.iteration = iteration
+                if base is not None:
+                    op.memory.bases[:] = [base]
+            self._op.adopt(state["keys"])
         continues = state is not None and state["position"] is not None
         self._keys = state["keys"] if continues else self._op.resolve(self._make_draws())  # type: ignore[index]
         node = elements_of(self._op.make(iter(self._keys)))
@@ -176,7 +179,7 @@ class PipelineIterator(Iterator[Any]):
         return node
 
 
-def _state(op: Op, *, is_finished: bool, keys: list[list[int]] | None, position: State | None) -> State:
+def _state(op: Op, *, is_finished: bool, keys: list[list[int]], position: State | None) -> State:
     memories = [[op.memory.iteration, op.memory.base] for op in op.random_ops()]
     return {
         "pipeline": op.describe(),
@@ -196,7 +199,7 @@ def _check_pipeline(state: State, op: Op) -> None:
 
 
 def _beginning(op: Op) -> State:
-    return _state(op, is_finished=False, keys=None, position=None)
+    return _state(op, is_finished=False, keys=op.kept_keys(), position=None)
 
 
 def _checked(state: State) -> State:

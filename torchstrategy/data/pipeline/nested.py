@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from typing_extensions import override
 
-from torchstrategy.data.pipeline.elements import to_element
-from torchstrategy.data.pipeline.failures import add_note
+from torchstrategy.data.pipeline.elements import to_raw
+from torchstrategy.data.pipeline.failures import add_note, begin
 from torchstrategy.data.pipeline.node import Node, State
 from torchstrategy.data.readers.reading import read_from
 
@@ -20,19 +22,20 @@ class Interleave(Node):
 
     Args:
         source: of the outer elements.
-        open_inner: makes a node of an outer element and its number.
+        open_inner: makes a node of an outer element, the number of the repetition and the element's number in it.
         cycle_length: datasets that are open at the same time.
         block_length: consecutive elements of one dataset.
     """
 
     def __init__(
-        self, source: Node, open_inner: Callable[[Any, int], Node], cycle_length: int, block_length: int
+        self, source: Node, open_inner: Callable[[Any, int, int], Node], cycle_length: int, block_length: int
     ) -> None:
         super().__init__()
         self._source = source
         self._open_inner = open_inner
         self._cycle_length = cycle_length
         self._block_length = block_length
+        self._repetition = -1
 
     @override
     def start(self, state: State | None) -> None:
@@ -40,8 +43,10 @@ class Interleave(Node):
         self._turn = self._num_in_block = self._num_opened = 0
         self._is_ended = False
         if state is None:
+            self._repetition += 1
             self._source.reset()
             return
+        self._repetition = state["repetition"]
         for i, slot in enumerate(state["slots"]):
             if slot is not None:
                 self._source.reset(slot["before"])
@@ -75,6 +80,7 @@ class Interleave(Node):
     @override
     def get_state(self) -> State:
         return {
+            "repetition": self._repetition,
             "slots": [slot and slot.state() for slot in self._slots],
             "source": self._source.state_dict(),
             "turn": self._turn,
@@ -95,7 +101,7 @@ class Interleave(Node):
         self._num_opened += 1
 
     def _open(self, number: int) -> Node:
-        return self._open_inner(next(self._source), number)
+        return self._open_inner(next(self._source), self._repetition, number)
 
     def _pass_turn(self) -> None:
         self._num_in_block = 0
@@ -134,31 +140,31 @@ class Files(Node):
         self._examples: Iterator[Any] | None = None
 
     @override
-    def next(self) -> Any:
-        while self._file < len(self._files):
-            example = self._next_of_file()
-            if example is not _END:
-                return to_element(example)
-            self._file += 1
-            self._num_read = 0
-            self._examples = None
-        raise StopIteration
+    def read(self, count: int) -> list[Any]:
+        items: list[Any] = []
+        while len(items) < count and self._file < len(self._files):
+            items += self._read_of_file(count - len(items))
+            if len(items) < count:
+                self._file += 1
+                self._num_read = 0
+                self._examples = None
+        return items
 
     @override
     def get_state(self) -> State:
         return {"file": self._file, "num_read": self._num_read}
 
-    def _next_of_file(self) -> Any:
+    def _read_of_file(self, count: int) -> list[Any]:
         file = self._files[self._file]
+        items: list[Any] = []
         try:
             if self._examples is None:
-                self._examples = read_from(self._reader, file, self._num_read)
-            example = next(self._examples, _END)
+                self._examples = begin(
+                    "from_files", self._reader, partial(read_from, self._reader, file, self._num_read)
+                )
+            items.extend(map(to_raw, islice(self._examples, count)))  # up to the one that fails
         except Exception as error:
-            add_note(error, "from_files", self._reader, f"example {self._num_read} of {file}")
+            add_note(error, "from_files", self._reader, f"example {self._num_read + len(items)} of {file}")
             raise
-        self._num_read += example is not _END
-        return example
-
-
-_END = object()
+        self._num_read += len(items)
+        return items

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torchdata.nodes import BaseNode  # type: ignore[import-untyped]
+from typing_extensions import override
 
 from torchstrategy.data.pipeline.access import Access
 
-__all__ = ["Node", "State", "Stream"]
+__all__ = ["Node", "SourcedNode", "State", "Stream"]
 
 State = dict[str, Any]
 _SKIP_CHUNK = 1024
@@ -19,7 +20,7 @@ class Node(BaseNode[Any]):  # type: ignore[misc]
     """A node that also reads and skips several items at once.
 
     Subclasses fill in ``start`` and ``get_state``, and ``next`` or ``read``. A state is never changed after it was
-    given away. Items are elements, or positions if the node belongs to a source with random access.
+    given away. Items are elements, or what an ``Access`` makes elements of.
     """
 
     def __init__(self) -> None:
@@ -67,8 +68,39 @@ class Node(BaseNode[Any]):  # type: ignore[misc]
         return skipped
 
 
+class SourcedNode(Node):
+    """A node that reads one other node.
+
+    Subclasses fill in ``begin``, which sets the attributes named in ``saved``, and ``next`` or ``read``.
+
+    Args:
+        source: the other node.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ()  # attributes that make up the state
+
+    def __init__(self, source: Node) -> None:
+        super().__init__()
+        self._source = source
+
+    def begin(self) -> None:
+        """Set the attributes that are saved."""
+
+    @override
+    def start(self, state: State | None) -> None:
+        self.begin()
+        if state is not None:
+            for name in self.saved:
+                setattr(self, name, state[name])
+        self._source.reset(None if state is None else state["source"])
+
+    @override
+    def get_state(self) -> State:
+        return {name: getattr(self, name) for name in self.saved} | {"source": self._source.state_dict()}
+
+
 class Stream(NamedTuple):
-    """Items, and where their elements are if the items are positions."""
+    """Items, and what makes elements of them if they are none."""
 
     node: Node
     access: Access | None = None

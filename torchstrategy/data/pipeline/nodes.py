@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.elements import map_leaves
-from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.pipeline.node import Node, SourcedNode, State
 
 __all__ = ["Concatenate", "Enumerate", "Number", "Positions", "Repeat", "Shard", "Skip", "Take", "Zip"]
 
@@ -51,7 +51,7 @@ class Positions(Node):
         return {"position": self._position}
 
 
-class Take(Node):
+class Take(SourcedNode):
     """The first ``count`` items.
 
     Args:
@@ -59,34 +59,24 @@ class Take(Node):
         count: how many.
     """
 
+    saved = ("left",)
+
     def __init__(self, source: Node, count: int) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._count = count
 
     @override
-    def start(self, state: State | None) -> None:
-        self._left = self._count if state is None else state["left"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.left = self._count
 
     @override
     def read(self, count: int) -> list[Any]:
-        items = self._source.read(min(count, self._left)) if self._left else []
-        self._left -= len(items)
+        items = self._source.read(min(count, self.left)) if self.left else []
+        self.left -= len(items)
         return items
 
-    @override
-    def skip(self, count: int) -> int:
-        skipped = self._source.skip(min(count, self._left)) if self._left else 0
-        self._left -= skipped
-        return skipped
 
-    @override
-    def get_state(self) -> State:
-        return {"left": self._left, "source": self._source.state_dict()}
-
-
-class Skip(Node):
+class Skip(SourcedNode):
     """What follows the first ``count`` items.
 
     Args:
@@ -94,37 +84,25 @@ class Skip(Node):
         count: how many are left out.
     """
 
+    saved = ("is_done",)
+
     def __init__(self, source: Node, count: int) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._count = count
 
     @override
-    def start(self, state: State | None) -> None:
-        self._is_done = state is not None and state["is_done"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.is_done = False
 
     @override
     def read(self, count: int) -> list[Any]:
-        self._leave_out()
+        if not self.is_done:
+            self._source.skip(self._count)
+            self.is_done = True
         return self._source.read(count)
 
-    @override
-    def skip(self, count: int) -> int:
-        self._leave_out()
-        return self._source.skip(count)
 
-    @override
-    def get_state(self) -> State:
-        return {"is_done": self._is_done, "source": self._source.state_dict()}
-
-    def _leave_out(self) -> None:
-        if not self._is_done:
-            self._source.skip(self._count)
-            self._is_done = True
-
-
-class Shard(Node):
+class Shard(SourcedNode):
     """Every ``num_shards``-th item.
 
     Args:
@@ -133,45 +111,30 @@ class Shard(Node):
         index: which one this is.
     """
 
+    saved = ("ahead",)
+
     def __init__(self, source: Node, num_shards: int, index: int) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._num_shards = num_shards
         self._index = index
 
     @override
-    def start(self, state: State | None) -> None:
-        self._ahead = self._index if state is None else state["ahead"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.ahead = self._index
 
     @override
     def read(self, count: int) -> list[Any]:
         items: list[Any] = []
-        while len(items) < count and self._source.skip(self._ahead) == self._ahead:
+        while len(items) < count and self._source.skip(self.ahead) == self.ahead:
             item = self._source.read(1)
+            self.ahead = self._num_shards - 1 if item else 0
             if not item:
-                self._ahead = 0
                 break
             items += item
-            self._ahead = self._num_shards - 1
         return items
 
-    @override
-    def skip(self, count: int) -> int:
-        if not count:
-            return 0
-        found = self._source.skip(wanted := self._ahead + 1 + (count - 1) * self._num_shards)
-        complete = found == wanted
-        skipped = count if complete else max(0, -(-(found - self._ahead) // self._num_shards))
-        self._ahead = self._num_shards - 1
-        return skipped
 
-    @override
-    def get_state(self) -> State:
-        return {"ahead": self._ahead, "source": self._source.state_dict()}
-
-
-class Repeat(Node):
+class Repeat(SourcedNode):
     """The items again and again; ends if there are none.
 
     Args:
@@ -179,57 +142,38 @@ class Repeat(Node):
         count: how many times; ``None`` for ever.
     """
 
+    saved = ("repetition", "is_ended", "is_empty")
+
     def __init__(self, source: Node, count: int | None) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._count = count
 
     @override
-    def start(self, state: State | None) -> None:
-        self._is_ended = self._count == 0 if state is None else state["is_ended"]
-        self._repetition = 0 if state is None else state["repetition"]
-        self._is_empty = state is None or state["is_empty"]  # no item yet in this repetition
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.repetition = 0
+        self.is_ended = self._count == 0
+        self.is_empty = True  # no item yet in this repetition
 
     @override
     def read(self, count: int) -> list[Any]:
         items: list[Any] = []
-        while not self._is_ended and len(items) < count:
-            found = self._source.read(wanted := count - len(items))
+        while not self.is_ended and len(items) < count:
+            found = self._source.read(count - len(items))
             items += found
-            self._count_in(len(found), wanted)
+            self.is_empty = self.is_empty and not found
+            if len(items) < count:
+                self._begin_next()
         return items
 
-    @override
-    def skip(self, count: int) -> int:
-        skipped = 0
-        while not self._is_ended and skipped < count:
-            found = self._source.skip(wanted := count - skipped)
-            skipped += found
-            self._count_in(found, wanted)
-        return skipped
-
-    @override
-    def get_state(self) -> State:
-        return {
-            "repetition": self._repetition,
-            "is_ended": self._is_ended,
-            "is_empty": self._is_empty,
-            "source": self._source.state_dict(),
-        }
-
-    def _count_in(self, found: int, wanted: int) -> None:
-        self._is_empty = self._is_empty and found == 0
-        if found == wanted:
-            return
-        self._repetition += 1
-        self._is_ended = self._repetition == self._count or (self._count is None and self._is_empty)
-        if not self._is_ended:
-            self._is_empty = True
+    def _begin_next(self) -> None:
+        self.repetition += 1
+        self.is_ended = self.repetition == self._count or (self._count is None and self.is_empty)
+        if not self.is_ended:
+            self.is_empty = True
             self._source.reset()
 
 
-class Number(Node):
+class Number(SourcedNode):
     """Pairs of a number and an item.
 
     Args:
@@ -237,31 +181,27 @@ class Number(Node):
         first: the first number.
     """
 
+    saved = ("number",)
+
     def __init__(self, source: Node, first: int = 0) -> None:
-        super().__init__()
-        self._source = source
+        super().__init__(source)
         self._first = first
 
     @override
-    def start(self, state: State | None) -> None:
-        self._number = self._first if state is None else state["number"]
-        self._source.reset(None if state is None else state["source"])
+    def begin(self) -> None:
+        self.number = self._first
 
     @override
     def next(self) -> Any:
         item = next(self._source)
-        self._number += 1
-        return self._number - 1, item
+        self.number += 1
+        return self.number - 1, item
 
     @override
     def skip(self, count: int) -> int:
         skipped = self._source.skip(count)
-        self._number += skipped
+        self.number += skipped
         return skipped
-
-    @override
-    def get_state(self) -> State:
-        return {"number": self._number, "source": self._source.state_dict()}
 
 
 class Enumerate(Number):
@@ -335,14 +275,6 @@ class Concatenate(Node):
             self._turn = 1
             items += self._sources[1].read(count - len(items))
         return items
-
-    @override
-    def skip(self, count: int) -> int:
-        skipped = self._sources[self._turn].skip(count)
-        if skipped < count and self._turn == 0:
-            self._turn = 1
-            skipped += self._sources[1].skip(count - skipped)
-        return skipped
 
     @override
     def get_state(self) -> State:

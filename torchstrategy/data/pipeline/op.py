@@ -29,6 +29,8 @@ class Op:
 
     inputs: tuple[Op, ...]
 
+    form: ClassVar[str]  # how it is called, as a format of itself
+    keeps_count: ClassVar[bool] = True  # has as many elements as its input, unless ``cardinality`` says otherwise
     keeps_batches: ClassVar[bool] = True  # its elements are batches if its inputs' are
     splits_by_file: ClassVar[bool] = True  # over parts of the files it gives, together, the same elements
     only_buffers: ClassVar[bool] = False  # its elements are its input's, perhaps in another order
@@ -39,11 +41,11 @@ class Op:
 
     def label(self) -> str:
         """Return the operation as it is called, without functions."""
-        raise NotImplementedError
+        return self.form.format(self)
 
     def cardinality(self) -> int:
         """Return the number of elements, or a negative number if it is infinite or unknown."""
-        return self.inputs[0].cardinality()
+        return self.inputs[0].cardinality() if self.keeps_count else UNKNOWN_CARDINALITY
 
     @property
     def batch_size(self) -> int | None:
@@ -73,6 +75,10 @@ class Op:
         """Return the keys of an iteration that begins."""
         return [key for source in self.inputs for key in source.resolve(draws)]
 
+    def kept_keys(self) -> list[list[int]]:
+        """Return the keys that all iterations share, those of caches, and ``[]`` for each other one."""
+        return [key for source in self.inputs for key in source.kept_keys()]
+
     def adopt(self, keys: Sequence[list[int]]) -> None:
         """Take over the keys of a restored iteration."""
         remaining = iter(keys)
@@ -87,9 +93,12 @@ class Op:
         """Return all operations, inputs first."""
         return [*(op for source in self.inputs for op in source.tree()), self]
 
-    def transformed(self, change: Callable[[Op], Op]) -> Op:
+    def transformed(self, change: Callable[[Op], Op], done: dict[int, Op] | None = None) -> Op:
         """Return a copy of the tree, with memories of its own, in which every operation was changed."""
-        return change(self.rebuilt(tuple(source.transformed(change) for source in self.inputs)))
+        done = {} if done is None else done
+        if id(self) not in done:  # one that is used twice stays one
+            done[id(self)] = change(self.rebuilt(tuple(source.transformed(change, done) for source in self.inputs)))
+        return done[id(self)]
 
     def rebuilt(self, inputs: tuple[Op, ...]) -> Op:
         """Return the operation on other inputs, with a memory of its own."""
@@ -122,6 +131,10 @@ class RandomOp(Op):
     def resolve(self, draws: Draws) -> list[list[int]]:
         """Return the keys of an iteration that begins."""
         return [*super().resolve(draws), self.draw_key(draws)]
+
+    def kept_keys(self) -> list[list[int]]:
+        """Return the keys that all iterations share."""
+        return [*super().kept_keys(), []]
 
     def rebuilt(self, inputs: tuple[Op, ...]) -> Op:
         """Return the operation on other inputs, with a memory of its own."""

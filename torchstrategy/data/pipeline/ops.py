@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from torchstrategy.data.pipeline import element_nodes, nodes
-from torchstrategy.data.pipeline.access import CachedAccess, MappedAccess
+from torchstrategy.data.pipeline.access import RAW, CachedAccess, MappedAccess
+from torchstrategy.data.pipeline.batches import collate
 from torchstrategy.data.pipeline.element_nodes import CacheMemory
-from torchstrategy.data.pipeline.elements import collate, to_element
+from torchstrategy.data.pipeline.elements import to_element
 from torchstrategy.data.pipeline.failures import call_noted
 from torchstrategy.data.pipeline.node import Node, Stream
-from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY, Op, RandomOp
+from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, Op, RandomOp
 from torchstrategy.data.pipeline.parallel import ParallelMap, Prefetch
 from torchstrategy.data.pipeline.randomness import Draws
 from torchstrategy.data.pipeline.shuffle import Shuffle, ShuffleElements
@@ -45,41 +47,34 @@ __all__ = [
 class MapOp(Op):
     """``map``."""
 
+    form: ClassVar[str] = "map()"
+
     fn: Callable[..., Any]
     num_parallel_calls: int
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
         (stream,) = streams
-        if stream.access is not None:
+        if stream.access is not None and stream.access.by_position:
             return Stream(stream.node, MappedAccess(stream.access, self.fn, self.num_parallel_calls))
         if self.num_parallel_calls > 1:
-            numbered = nodes.Number(stream.node)
-            return Stream(ParallelMap(numbered, _NumberedCall(self.fn), self.num_parallel_calls))
-        return Stream(element_nodes.Map(stream.node, self.fn))
-
-    @override
-    def label(self) -> str:
-        return "map()"
+            numbered = nodes.Number(elements_of(stream))
+            return Stream(ParallelMap(numbered, partial(_call_numbered, self.fn), self.num_parallel_calls))
+        return Stream(element_nodes.Map(elements_of(stream), self.fn), RAW)
 
 
 @dataclass(frozen=True, eq=False)
 class FilterOp(Op):
     """``filter``."""
 
+    keeps_count: ClassVar[bool] = False
+    form: ClassVar[str] = "filter()"
+
     predicate: Callable[..., Any]
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
         return Stream(element_nodes.Filter(elements_of(streams[0]), self.predicate))
-
-    @override
-    def cardinality(self) -> int:
-        return UNKNOWN_CARDINALITY
-
-    @override
-    def label(self) -> str:
-        return "filter()"
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +93,12 @@ class BatchOp(Op):
     @override
     def build(self, streams: list[Stream]) -> Stream:
         node, access = streams[0]
-        if access is not None and not access.num_parallel_calls and self.stack is collate:
-            return Stream(element_nodes.Gather(node, access, self.size, drop_remainder=self.drop_remainder))
-        source = elements_of(streams[0])
-        return Stream(element_nodes.Batch(source, self.size, drop_remainder=self.drop_remainder, stack=self.stack))
+        stack = self.stack
+        if access is not None and not access.num_parallel_calls and stack is collate:
+            stack = access.gather
+        else:
+            node = elements_of(streams[0])
+        return Stream(element_nodes.Batch(node, self.size, stack, drop_remainder=self.drop_remainder))
 
     @override
     def cardinality(self) -> int:
@@ -120,40 +117,31 @@ class BatchOp(Op):
 class UnbatchOp(Op):
     """``unbatch``."""
 
+    keeps_count: ClassVar[bool] = False
+    form: ClassVar[str] = "unbatch()"
     keeps_batches: ClassVar[bool] = False
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
         return Stream(element_nodes.Unbatch(elements_of(streams[0])))
 
-    @override
-    def cardinality(self) -> int:
-        return UNKNOWN_CARDINALITY
-
-    @override
-    def label(self) -> str:
-        return "unbatch()"
-
 
 @dataclass(frozen=True, eq=False)
 class ShuffleOp(RandomOp):
     """``shuffle``."""
 
+    form: ClassVar[str] = "shuffle({0.buffer_size})"
+    only_buffers: ClassVar[bool] = True
+
     buffer_size: int
     seed: int | None
     reshuffles: bool
 
-    only_buffers: ClassVar[bool] = True
-
     @override
     def build_random(self, stream: Stream, key: list[int]) -> Stream:
         node, access = stream
-        kind = ShuffleElements if access is None else Shuffle
+        kind = Shuffle if access is not None and access.by_position else ShuffleElements
         return Stream(kind(node, self.buffer_size, key, reshuffles=self.reshuffles), access)
-
-    @override
-    def label(self) -> str:
-        return f"shuffle({self.buffer_size})"
 
     @override
     def draw_key(self, draws: Draws) -> list[int]:
@@ -191,9 +179,10 @@ class RepeatOp(Op):
 class TakeOp(Op):
     """``take``."""
 
-    count: int
-
+    form: ClassVar[str] = "take({0.count})"
     splits_by_file: ClassVar[bool] = False
+
+    count: int
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
@@ -206,18 +195,15 @@ class TakeOp(Op):
             return self.count
         return number if number < 0 else min(number, self.count)
 
-    @override
-    def label(self) -> str:
-        return f"take({self.count})"
-
 
 @dataclass(frozen=True, eq=False)
 class SkipOp(Op):
     """``skip``."""
 
-    count: int
-
+    form: ClassVar[str] = "skip({0.count})"
     splits_by_file: ClassVar[bool] = False
+
+    count: int
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
@@ -228,19 +214,16 @@ class SkipOp(Op):
         number = self.inputs[0].cardinality()
         return number if number < 0 else max(0, number - self.count)
 
-    @override
-    def label(self) -> str:
-        return f"skip({self.count})"
-
 
 @dataclass(frozen=True, eq=False)
 class ShardOp(Op):
     """``shard``; both numbers are ``SHARD_HINT`` where a strategy chooses them."""
 
+    form: ClassVar[str] = "shard({0.num_shards}, {0.index})"
+    splits_by_file: ClassVar[bool] = False
+
     num_shards: int
     index: int
-
-    splits_by_file: ClassVar[bool] = False
 
     @property
     def is_hint(self) -> bool:
@@ -257,83 +240,98 @@ class ShardOp(Op):
         number = self.inputs[0].cardinality()
         return number if number < 0 or self.is_hint else max(0, -(-(number - self.index) // self.num_shards))
 
-    @override
-    def label(self) -> str:
-        return f"shard({self.num_shards}, {self.index})"
-
 
 @dataclass(frozen=True, eq=False)
 class PrefetchOp(Op):
     """``prefetch``."""
 
-    buffer_size: int
-
+    form: ClassVar[str] = "prefetch({0.buffer_size})"
     only_buffers: ClassVar[bool] = True
+
+    buffer_size: int
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
         return Stream(Prefetch(elements_of(streams[0]), self.buffer_size))
-
-    @override
-    def label(self) -> str:
-        return f"prefetch({self.buffer_size})"
 
 
 @dataclass(frozen=True, eq=False)
 class EnumerateOp(Op):
     """``enumerate``."""
 
-    start: int
-
+    form: ClassVar[str] = "enumerate({0.start})"
     splits_by_file: ClassVar[bool] = False
     keeps_batches: ClassVar[bool] = False  # the number has no batch dimension
+
+    start: int
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
         return Stream(nodes.Enumerate(elements_of(streams[0]), self.start))
 
-    @override
-    def label(self) -> str:
-        return f"enumerate({self.start})"
+
+class _Cached:
+    """What a ``cache()`` keeps, and the keys of what is below it, which decide the order.
+
+    Args:
+        first: the keys of the first iteration, once there are some. Copies share it: they may be parts of one split.
+    """
+
+    def __init__(self, first: list[list[list[int]]] | None = None) -> None:
+        self.first = [] if first is None else first
+        self.keys: list[list[int]] | None = None
+        self.elements = CacheMemory()
+
+    def of(self, keys: list[list[int]]) -> CacheMemory:
+        """Return what is kept; nothing if the order is a new one. Iterators keep what they have."""
+        if self.keys not in (None, keys):
+            self.elements = CacheMemory()
+        self.keys = keys
+        return self.elements
 
 
 @dataclass(frozen=True, eq=False)
 class CacheOp(Op):
-    """``cache``: its memory lives as long as the dataset, and so do the keys of what is below it."""
+    """``cache``: its memory lives as long as the dataset."""
 
-    memory: CacheMemory = field(default_factory=CacheMemory)
-
+    form: ClassVar[str] = "cache()"
     only_buffers: ClassVar[bool] = True
+
+    memory: _Cached = field(default_factory=_Cached)
 
     @override
     def make(self, keys: Iterator[list[int]]) -> Stream:
         (source,) = self.inputs
         own = list(islice(keys, len(source.random_ops())))
+        kept = self.memory.of(own)
         stream = source.make(iter(own))
-        if stream.access is not None and not own:
-            return Stream(stream.node, CachedAccess(stream.access, self.memory.by_position))
-        return Stream(element_nodes.Cache(lambda: elements_of(source.make(iter(own))), self.memory))
+        is_repeated = any(isinstance(op, RepeatOp) for op in source.tree())  # elements of one position may differ
+        if stream.access is not None and stream.access.by_position and not own and not is_repeated:
+            return Stream(stream.node, CachedAccess(stream.access, kept.by_position))
+        return Stream(element_nodes.Cache(lambda: elements_of(source.make(iter(own))), kept))
 
     @override
     def resolve(self, draws: Draws) -> list[list[int]]:
-        if self.memory.keys is None:
-            self.memory.keys = super().resolve(draws)
-        return self.memory.keys
+        own_draws = draws.for_cache(self.memory)
+        if own_draws is not None:
+            return super().resolve(own_draws)
+        if not self.memory.first:
+            self.memory.first.append(super().resolve(draws))
+        return self.memory.first[0]
+
+    @override
+    def kept_keys(self) -> list[list[int]]:
+        return self.memory.first[0] if self.memory.first else super().kept_keys()
 
     @override
     def adopt(self, keys: Sequence[list[int]]) -> None:
-        if self.memory.keys != list(keys):
-            self.memory.forget()
-        self.memory.keys = list(keys)
+        if [] not in keys:
+            self.memory.first[:] = [list(keys)]
         super().adopt(keys)
 
     @override
     def rebuilt(self, inputs: tuple[Op, ...]) -> Op:
-        return CacheOp(inputs)
-
-    @override
-    def label(self) -> str:
-        return "cache()"
+        return CacheOp(inputs, _Cached(self.memory.first))
 
 
 def elements_of(stream: Stream) -> Node:
@@ -346,12 +344,6 @@ def elements_of(stream: Stream) -> Node:
     return element_nodes.Lookup(node, access)
 
 
-class _NumberedCall:
-    """Calls a user's function on numbered elements."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-
-    def __call__(self, item: tuple[int, Any]) -> Any:
-        number, element = item
-        return to_element(call_noted("map", self._fn, element, f"element {number}"))
+def _call_numbered(fn: Callable[..., Any], item: tuple[int, Any]) -> Any:
+    number, element = item
+    return to_element(call_noted("map", fn, element, f"element {number}"))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.data.pipeline.elements import collate, describe, map_leaves, parts, rebuild
+from torchstrategy.data.pipeline.batches import collate
+from torchstrategy.data.pipeline.elements import describe, parts, rebuild
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["PaddedStack"]
@@ -84,6 +85,9 @@ def _pad(tensors: Sequence[Any], shape: Any, value: Any, number: int) -> Sequenc
 def _padded(tensor: Tensor, sizes: list[int], value: Any) -> Tensor:
     if list(tensor.shape) == sizes:
         return tensor
-    result = tensor.new_full(sizes, map_leaves(lambda leaf: leaf.item() if isinstance(leaf, Tensor) else leaf, value))
+    filler = torch.as_tensor(value, device="cpu")
+    if not (tensor.is_floating_point() or tensor.is_complex()) and filler.to(tensor.dtype) != filler:
+        raise InvalidArgumentError(f"The padding value {value} does not fit tensors of {tensor.dtype}.")
+    result = tensor.new_full(sizes, filler.item())
     result[tuple(slice(0, size) for size in tensor.shape)] = tensor
     return result

@@ -33,22 +33,25 @@ class _Guarded(BaseNode[Any]):  # type: ignore[misc]
     def __init__(self, source: Node) -> None:
         super().__init__()
         self._source = source
+        self._lock = threading.Lock()  # a thread that was stopped may be reading yet
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        self._source.reset(initial_state)
-        self._has_failed = False
+        with self._lock:
+            self._source.reset(initial_state)
+            self._has_failed = False
 
     def next(self) -> Any:
-        if self._has_failed:
-            raise StopIteration
-        try:
-            return next(self._source)
-        except StopIteration:
-            raise
-        except Exception as error:  # noqa: BLE001 - raised again by the reader
-            self._has_failed = True
-            return _Raised(error)
+        with self._lock:
+            if self._has_failed:
+                raise StopIteration
+            try:
+                return next(self._source)
+            except StopIteration:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised again by the reader
+                self._has_failed = True
+                return _Raised(error)
 
     def get_state(self) -> State:
         # After an error the node is of no use, and neither may its state be.

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-__all__ = ["Draws", "GlobalDraws", "KeyedDraws", "Memory", "WorkerDraws", "mix"]
+__all__ = ["Draws", "KeyedDraws", "Memory", "WorkerDraws", "mix"]
 
 _MASK = (1 << 64) - 1
 
@@ -25,82 +24,82 @@ class Memory:
 
     Args:
         iteration: how many iterations have begun.
-        base: the order it drew once, if it keeps one for ever.
+        bases: the order it drew once, if it keeps one for ever. Copies share it: they may be parts of one split.
     """
 
     iteration: int = 0
-    base: int | None = None
+    bases: list[int] = field(default_factory=list)
+
+    @property
+    def base(self) -> int | None:
+        """The order it drew once."""
+        return self.bases[0] if self.bases else None
 
 
-class Draws(Protocol):
-    """Gives random operations their seeds when an iteration begins."""
-
-    def seed(self) -> int:
-        """Return a new seed."""
-
-    def fixed_seed(self, memory: Memory) -> int:
-        """Return the seed of an operation that has one order for ever."""
-
-    def iteration(self, memory: Memory) -> list[int]:
-        """Count an iteration, and return what tells it from others."""
-
-    def silent_seed(self) -> int:
-        """Return a seed that may never be used; it takes nothing from torch's stream."""
-
-
-class GlobalDraws:
-    """From torch's default CPU generator."""
+class Draws:
+    """Gives random operations their seeds when an iteration begins, from torch's default CPU generator."""
 
     def seed(self) -> int:
         """Return a new seed."""
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
     def fixed_seed(self, memory: Memory) -> int:
-        """Return the operation's seed, drawn once."""
-        if memory.base is None:
-            memory.base = self.seed()
-        return memory.base
+        """Return the seed of an operation that has one order for ever, drawn once."""
+        if not memory.bases:
+            memory.bases.append(self.seed())
+        return memory.bases[0]
 
     def iteration(self, memory: Memory) -> list[int]:
-        """Count an iteration."""
+        """Count an iteration, and return what tells it from others."""
         memory.iteration += 1
         return [memory.iteration - 1]
 
     def silent_seed(self) -> int:
-        """Return a hash of the generator's state."""
+        """Return a seed that takes nothing from torch's stream: a hash of the generator's state."""
         return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:8], "little")
 
+    def for_cache(self, memory: object) -> Draws | None:  # noqa: ARG002 - for subclasses
+        """Return what gives a cache its order; ``None`` if it keeps its first one."""
+        return None
 
-class KeyedDraws:
+
+class KeyedDraws(Draws):
     """As a function of a key: for datasets inside datasets.
 
     Args:
         key: what decides the seeds of the dataset.
-        number: which of several iterations of it this is.
+        number: integers that say which of several iterations of it this is.
     """
 
-    def __init__(self, key: Sequence[int], number: int) -> None:
+    def __init__(self, key: Sequence[int], number: Sequence[int]) -> None:
         self._key = list(key)
-        self._number = number
+        self._number = list(number)
         self._num_seeds = 0
+        self._numbers: dict[int, int] = {}  # of what is used several times and must be the same
 
     def seed(self) -> int:
         """Return a new seed."""
         self._num_seeds += 1
-        return mix([*self._key, self._number, self._num_seeds])
+        return mix([*self._key, *self._number, self._num_seeds])
 
-    def fixed_seed(self, memory: Memory) -> int:  # noqa: ARG002 - the key decides alone
+    def fixed_seed(self, memory: Memory) -> int:
         """Return a seed that is the same in all iterations."""
-        self._num_seeds += 1
-        return mix([*self._key, self._num_seeds])
+        return mix([*self._key, self._number_of(memory.bases)])
 
     def iteration(self, memory: Memory) -> list[int]:  # noqa: ARG002 - the number decides alone
         """Return the iteration's number."""
-        return [self._number]
+        return self._number
 
     def silent_seed(self) -> int:
         """Return a new seed."""
         return self.seed()
+
+    def for_cache(self, memory: object) -> Draws | None:
+        """Return what depends on the key and on the cache only: all those datasets may share it."""
+        return KeyedDraws([*self._key, self._number_of(memory), 0], [])
+
+    def _number_of(self, thing: object) -> int:
+        return self._numbers.setdefault(id(thing), len(self._numbers))
 
 
 class WorkerDraws(KeyedDraws):
@@ -125,6 +124,9 @@ class WorkerDraws(KeyedDraws):
     def iteration(self, memory: Memory) -> list[int]:
         """Return what tells this epoch from others."""
         return [*self._key, *super().iteration(memory)]
+
+    def for_cache(self, memory: object) -> None:
+        """A cache keeps its first order."""
 
 
 def mix(values: Sequence[int]) -> int:

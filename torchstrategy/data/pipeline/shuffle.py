@@ -127,14 +127,12 @@ class Shuffle(Node):
         buffer = self._buffer
         arrivals = self._carry + self._source.read(count - len(self._carry))
         self._carry = []
-        choices = self._rng.random(min(count, len(arrivals) + len(buffer))).tolist()
+        choices = self._rng.random(min(count, len(arrivals) + len(buffer)))
         items = []
-        size = len(buffer)
-        for choice, arrival in zip(choices, arrivals, strict=False):
-            chosen = int(choice * size)
+        for chosen, arrival in zip((choices * len(buffer)).astype(np.int64).tolist(), arrivals, strict=False):
             items.append(buffer[chosen])
             buffer[chosen] = arrival
-        for choice in choices[len(arrivals) :]:
+        for choice in choices[len(arrivals) :].tolist():
             chosen = int(choice * len(buffer))
             buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
             items.append(buffer.pop())
@@ -167,7 +165,7 @@ class ShuffleElements(Node):
 
     @override
     def read(self, count: int) -> list[Any]:
-        return [self._numbers.elements.pop(number) for number in self._shuffle.read(count)]
+        return list(map(self._numbers.elements.pop, self._shuffle.read(count)))
 
     @override
     def get_state(self) -> State:

@@ -8,17 +8,17 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.data.batch import TensorSpec
-from torchstrategy.data.pipeline.access import Access, Columns, Progression
+from torchstrategy.data.pipeline.access import RAW, Access, Columns, Progression
 from torchstrategy.data.pipeline.arguments import check_callable, check_int
 from torchstrategy.data.pipeline.element_nodes import Generate
-from torchstrategy.data.pipeline.elements import describe, parts, rebuild, to_element
+from torchstrategy.data.pipeline.elements import describe, parts, rebuild, to_element, to_raw
 from torchstrategy.data.pipeline.nested import Files
 from torchstrategy.data.pipeline.node import Stream
 from torchstrategy.data.pipeline.nodes import Positions
@@ -42,6 +42,8 @@ __all__ = [
 class PositionsOp(Op):
     """A source with random access; ``files`` if its elements are the names of files."""
 
+    form: ClassVar[str] = "{0.name}({0.size})"
+
     access: Access
     size: int
     name: str
@@ -56,10 +58,6 @@ class PositionsOp(Op):
         return self.size
 
     @override
-    def label(self) -> str:
-        return f"{self.name}({self.size})"
-
-    @override
     def source_files(self) -> tuple[Any, ...] | None:
         return self.files
 
@@ -72,21 +70,16 @@ class PositionsOp(Op):
 class GeneratorOp(Op):
     """A source that a function iterates over."""
 
+    keeps_count: ClassVar[bool] = False
+    form: ClassVar[str] = "from_generator()"
+
     generate: Callable[[], Any]
     convert: Callable[[Any], Any]
     fn: Callable[..., Any]
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
-        return Stream(Generate(self.generate, self.convert, self.fn))
-
-    @override
-    def cardinality(self) -> int:
-        return UNKNOWN_CARDINALITY
-
-    @override
-    def label(self) -> str:
-        return "from_generator()"
+        return Stream(Generate(self.generate, self.convert, self.fn), RAW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +91,7 @@ class FilesOp(Op):
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
-        return Stream(Files(self.files, self.reader))
+        return Stream(Files(self.files, self.reader), RAW)
 
     @override
     def cardinality(self) -> int:
@@ -138,6 +131,10 @@ def progression(arguments: Sequence[Any], dtype: torch.dtype) -> PositionsOp:
     if len(numbers) == 3 and numbers[2] == 0:
         raise InvalidArgumentError("The step of range() must not be 0.")
     values = range(*numbers)
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        limits = torch.iinfo(dtype)
+        if any(not limits.min <= value <= limits.max for value in (*values[:1], *values[-1:])):
+            raise InvalidArgumentError(f"Numbers from {values[0]} to {values[-1]} don't fit into {dtype}.")
     return PositionsOp((), Progression(values, dtype), len(values), "range")
 
 
@@ -172,7 +169,7 @@ def generator_source(generator: Any, args: Sequence[Any], output_signature: Any)
             "that makes it: from_generator(make_examples), not from_generator(make_examples())."
         )
     check_callable("generator", generator)
-    convert = to_element if output_signature is None else _Conform(output_signature)
+    convert = to_raw if output_signature is None else _Conform(output_signature)
     return GeneratorOp((), _Restarted(generator, tuple(args)), convert, generator)
 
 

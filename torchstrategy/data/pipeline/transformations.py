@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from torchstrategy.data.pipeline.arguments import (
 from torchstrategy.data.pipeline.base import Pipeline
 from torchstrategy.data.pipeline.combining_ops import ConcatenateOp, InterleaveOp
 from torchstrategy.data.pipeline.op import SHARD_HINT
-from torchstrategy.data.pipeline.options import Options
 from torchstrategy.data.pipeline.padding import PaddedStack
 from torchstrategy.errors import UnimplementedError
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Transformations"]
 
-_AUTOTUNED_BUFFER = 2
-_AUTOTUNED_CYCLE = 4
+_AUTOTUNED_BUFFER, _AUTOTUNED_CYCLE = 2, 4
 
 
 class Transformations(Pipeline):
@@ -46,8 +43,8 @@ class Transformations(Pipeline):
         which they were written. So a shuffle buffer never holds mapped elements, and skipped ones cost nothing.
 
         Args:
-            map_func: takes an element; a tuple is unpacked into arguments. What it returns becomes an element: numbers,
-                arrays and lists become tensors.
+            map_func: takes an element; a plain tuple is unpacked into arguments. What it returns becomes an element:
+                numbers, arrays and lists become tensors.
             num_parallel_calls: threads that call it; ``ts.data.AUTOTUNE`` lets the library choose, ``None`` means
                 none. Elements keep their order. Random numbers that functions draw in threads come in an order that
                 differs between runs: draw in a function without threads where runs must be equal.
@@ -68,10 +65,10 @@ class Transformations(Pipeline):
         """Keep the elements for which a function is true.
 
         Args:
-            predicate: takes an element, a tuple unpacked into arguments.
+            predicate: takes an element, a plain tuple unpacked into arguments, and returns one truth value.
 
         Raises:
-            TypeError: ``predicate`` is no function.
+            TypeError: ``predicate`` is no function; while iterating: it returned something else, such as ``None``.
 
         Example:
             >>> list(ts.data.Dataset.range(5).filter(lambda x: x % 2 == 1))
@@ -200,7 +197,8 @@ class Transformations(Pipeline):
 
         Raises:
             TypeError: ``batch_size`` is no integer.
-            InvalidArgumentError: it is not positive. While iterating: an element does not fit its padded shape.
+            InvalidArgumentError: it is not positive. While iterating: an element does not fit its padded shape, or a
+                padding value the dtype.
 
         Example:
             >>> dataset = ts.data.Dataset.range(1, 4).map(lambda n: torch.full((int(n),), int(n)))
@@ -382,43 +380,6 @@ class Transformations(Pipeline):
         cycle = _AUTOTUNED_CYCLE if cycle_length in (None, AUTOTUNE) else check_int("cycle_length", cycle_length, 1)
         block = 1 if block_length is None else check_int("block_length", block_length, 1)
         return self._with(InterleaveOp((self._op,), map_func, cycle, block))
-
-    def apply(self, transformation_func: Callable[[Dataset], Any]) -> Any:
-        """Return what a function makes of this dataset.
-
-        Args:
-            transformation_func: takes a dataset and returns one.
-
-        Raises:
-            TypeError: it is no function, or returned no dataset.
-
-        Example:
-            >>> list(ts.data.Dataset.range(3).apply(lambda dataset: dataset.skip(2)))
-            [tensor(2)]
-        """
-        result = check_callable("transformation_func", transformation_func)(self)
-        if not isinstance(result, Pipeline):
-            raise TypeError(f"The function of apply() must return a ts.data.Dataset. Received: {result!r}")
-        return result
-
-    def with_options(self, options: Options) -> Dataset:
-        """Set options; those that were set before and are not set in these stay.
-
-        Args:
-            options: they are copied.
-
-        Raises:
-            TypeError: ``options`` is no ``ts.data.Options``.
-
-        Example:
-            >>> options = ts.data.Options()
-            >>> options.experimental_distribute.auto_shard_policy = ts.data.AutoShardPolicy.OFF
-            >>> ts.data.Dataset.range(3).with_options(options).options().experimental_distribute.auto_shard_policy
-            <AutoShardPolicy.OFF: -1>
-        """
-        if not isinstance(options, Options):
-            raise TypeError(f"with_options() takes a ts.data.Options. Received: {options!r}")
-        return self._with(self._op, self._options.merge(copy.deepcopy(options)))
 
 
 def _count(count: Any) -> int | None:

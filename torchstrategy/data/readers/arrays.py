@@ -19,6 +19,7 @@ from torchstrategy.data.readers.reading import (
     READ_ERRORS,
     FilePath,
     check_start,
+    choose,
     file_name,
     open_binary,
     open_plain,
@@ -129,7 +130,7 @@ def npz(path: FilePath, start: int = 0, *, keys: Sequence[str] | None = None) ->
     name = file_name(path, "npz")
     with open_plain(name) as file, _open_zip(file, name) as archive, contextlib.ExitStack() as stack:
         members = {member.removesuffix(".npy"): member for member in archive.namelist() if member.endswith(".npy")}
-        chosen = _choose(members, keys, name)
+        chosen = choose(list(members), keys, name, "arrays", "keys")
         columns = []
         for key in chosen:
             try:
@@ -261,17 +262,3 @@ def _open_zip(file: BinaryIO, name: str) -> zipfile.ZipFile:
         return zipfile.ZipFile(file)
     except READ_ERRORS as error:
         raise reading_error(error, name, 0) from error
-
-
-def _choose(members: dict[str, str], keys: Sequence[str] | None, name: str) -> list[str]:
-    if isinstance(keys, str):
-        raise TypeError(f"keys must be a list of names, such as [{keys!r}]. Received: {keys!r}")
-    chosen = list(members if keys is None else keys)
-    missing = [key for key in chosen if key not in members]
-    if missing or not chosen:
-        raise InvalidArgumentError(
-            f"{name} has no arrays {missing}, only {list(members)}. Choose some of them by `keys`."
-            if missing
-            else f"There are no arrays to read from {name}, which has {list(members)}. Choose some by `keys`."
-        )
-    return chosen

@@ -12,7 +12,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = [
     "READ_ERRORS",
     "FilePath",
     "check_start",
+    "choose",
     "file_name",
     "import_optional",
     "open_binary",
@@ -110,6 +111,33 @@ def check_start(start: int, num_examples: int, file: Any) -> None:
             f"{file} has {num_examples} examples, but reading was to go on after {start}. It has changed since that "
             "position was saved: put the old file back, or start the epoch anew."
         )
+
+
+def choose(names: list[str], wanted: Sequence[str] | None, path: str, kind: str, option: str) -> list[str]:
+    """Return those of a file's names that a reader shall read.
+
+    Args:
+        names: what the file has.
+        wanted: the reader's argument; ``None`` means all.
+        path: of the file.
+        kind: what the names are of.
+        option: name of the reader's argument.
+
+    Raises:
+        TypeError: ``wanted`` is a single name.
+        InvalidArgumentError: the file lacks one of them, or there are none.
+    """
+    if isinstance(wanted, str):
+        raise TypeError(f"{option} must be a list of names, such as [{wanted!r}]. Received: {wanted!r}")
+    chosen = list(names if wanted is None else wanted)
+    missing = [name for name in chosen if name not in names]
+    if missing or not chosen:
+        raise InvalidArgumentError(
+            f"{path} has no {kind} {missing}, only {names}. Choose some of them by `{option}`."
+            if missing
+            else f"There are no {kind} to read from {path}, which has {names}. Choose some by `{option}`."
+        )
+    return chosen
 
 
 def file_name(file: Any, reader: str) -> str:

@@ -11,6 +11,7 @@ from torchstrategy.data.readers.reading import (
     READ_ERRORS,
     FilePath,
     check_start,
+    choose,
     file_name,
     import_optional,
     open_plain,
@@ -69,7 +70,7 @@ def parquet(
             file = arrow_parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         except errors as error:
             raise reading_error(error, name, 0) from error
-        chosen = _choose(file.schema_arrow.names, columns, name)
+        chosen = choose(file.schema_arrow.names, columns, name, "columns", "columns")
         groups, to_skip = _groups_from(file.metadata, start, name)
         batches = file.iter_batches(batch_rows, groups, chosen, use_threads=False) if groups else iter(())
         while True:
@@ -86,20 +87,6 @@ def parquet(
             number += batch.num_rows
     if number != file.metadata.num_rows:
         raise reading_error(EOFError(f"{file.metadata.num_rows} rows were expected"), name, number)
-
-
-def _choose(names: list[str], columns: Sequence[str] | None, path: str) -> list[str]:
-    if isinstance(columns, str):
-        raise TypeError(f"columns must be a list of names, such as [{columns!r}]. Received: {columns!r}")
-    chosen = list(names if columns is None else columns)
-    missing = [column for column in chosen if column not in names]
-    if missing or not chosen:
-        raise InvalidArgumentError(
-            f"{path} has no columns {missing}, only {names}. Choose some of them by `columns`."
-            if missing
-            else f"There are no columns to read from {path}, which has {names}. Choose some by `columns`."
-        )
-    return chosen
 
 
 def _groups_from(metadata: Any, start: int, path: str) -> tuple[list[int], int]:
