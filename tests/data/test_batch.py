@@ -16,6 +16,7 @@ from torchstrategy.data.batch import (
     split_batch,
 )
 from torchstrategy.data.prefetch import DeviceCopies
+from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.values import BatchShares, PerReplica, get_shares
 
 Pair = namedtuple("Pair", "x y")
@@ -62,12 +63,10 @@ def test_shares_are_views_of_the_batch():
         assert value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-def test_each_component_is_split_by_its_own_first_dimension_and_tagged():
-    x, y = split((torch.arange(4), torch.arange(3)), 2)
-    assert values(x) == [[0, 1], [2, 3]]
-    assert values(y) == [[0, 1], [2]]
-    assert get_shares(x) == BatchShares((2, 2))
-    assert get_shares(y) == BatchShares((2, 1))
+def test_components_of_different_batch_sizes_are_refused():
+    with pytest.raises(InvalidArgumentError, match=r"have \[4, None, 3\] examples.*arguments of their own"):
+        split((torch.arange(4), None, torch.arange(3)), 2)
+    assert split((torch.arange(4), torch.arange(3)), 1)[1].tolist() == [0, 1, 2]
 
 
 def test_one_replica_gets_plain_tagged_tensors_and_the_users_tensor_stays_untagged():

@@ -145,7 +145,7 @@ def test_what_is_pinned_already_is_used_as_it_is(cuda):
     place = placement("cuda:0", "cuda:1")
     copies = DeviceCopies(place, to_device=True)
     x = cuda.pinned(torch.arange(4))
-    element = copies.finish(start(copies, (x, torch.arange(2)), place))
+    element = copies.finish(start(copies, (x, torch.arange(4)), place))
     assert [is_pinned for _, _, is_pinned in cuda.copies] == [True] * 4
     assert cuda.num_pinned == 2  # the two shares of the other component
     assert [value.tolist() for value in element[0].values] == [[0, 1], [2, 3]]
@@ -155,7 +155,7 @@ def test_each_device_has_one_stream_that_all_iterators_share(cuda):
     place = placement("cuda:0", "cuda:1")
     for _ in range(3):
         copies = DeviceCopies(place, to_device=True)
-        element = copies.finish(start(copies, {"x": torch.arange(4), "y": torch.arange(3.0)}, place))
+        element = copies.finish(start(copies, {"x": torch.arange(3), "y": torch.arange(3.0)}, place))
         assert isinstance(element["x"], PerReplica)
         assert [value.device for value in element["x"].values] == list(GPUS)
         assert [value.tolist() for value in element["y"].values] == [[0, 1], [2]]

@@ -81,7 +81,8 @@ def seed_all(seed):
 
 def noisy_collate(examples):
     batch = default_collate(examples)
-    batch["mixed"] = torch.cat([torch.rand(2).double(), torch.from_numpy(np.random.rand(2))]) + random.random()
+    mixed = torch.cat([torch.rand(2).double(), torch.from_numpy(np.random.rand(2))]) + random.random()
+    batch["mixed"] = mixed.repeat(len(examples), 1)
     return batch
 
 

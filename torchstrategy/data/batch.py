@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchstrategy import tree
 from torchstrategy.data.split import share_bounds, share_sizes
 from torchstrategy.devices import Placement
+from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.values import BatchShares
 
 __all__ = [
@@ -137,11 +138,12 @@ def check_splittable(batch: Components, num_replicas: int) -> None:
 
 
 def split_batch(batch: Components, placement: Placement) -> LocalBatch:
-    """Split a whole global batch, each component by its own first dimension, and keep this process's shares.
+    """Split a whole global batch and keep this process's shares.
 
     Raises:
         IndexError: a component has no batch dimension and there is more than one replica.
         ValueError: a component is a dataset itself and there is more than one replica.
+        InvalidArgumentError: components have different batch sizes and there is more than one replica, as in tf.
     """
     check_splittable(batch, placement.num_replicas)
     columns: list[tuple[Any, ...]] = []
@@ -155,6 +157,13 @@ def split_batch(batch: Components, placement: Placement) -> LocalBatch:
         bounds, share = _division(length, placement.num_replicas)
         columns.append(tuple([_cut(leaf, *bounds[i]) for i in placement.local_replica_ids]))
         shares.append(share)
+    if placement.num_replicas > 1 and len({id(share) for share in shares if share is not None}) > 1:
+        sizes = [share and share.total for share in shares]
+        raise InvalidArgumentError(
+            f"The components of a batch have {sizes} examples. A global batch can be split only if all components have "
+            "the same batch size. Give the others to `run` as arguments of their own, or make one row of them for each "
+            "example."
+        )
     return LocalBatch(columns, shares, batch.spec)
 
 

@@ -30,7 +30,6 @@ __all__ = [
     "declared_batch_size",
     "held_data",
     "kind_of",
-    "note_no_batches",
     "note_small_batch",
     "warn_of_other_values",
 ]
@@ -118,15 +117,6 @@ def note_small_batch(data: Any, placement: Placement) -> None:
             f"The batch size {size} is smaller than the number of replicas, {num_replicas}: every step leaves "
             f"{num_replicas - size} without examples. The batch size is that of all replicas together: choose "
             f"at least {num_replicas}, at best a multiple of it."
-        )
-
-
-def note_no_batches(placement: Placement) -> None:
-    """Say once that an iteration ended before its first element."""
-    if placement.first_replica == 0:
-        warning_once(
-            "The dataset gave no batches: it has no examples, or fewer than one batch and drops it (drop_last, "
-            "drop_remainder), or it was at its end and its __iter__ does not start anew."
         )
 
 

@@ -10,13 +10,13 @@ from torch.overrides import _get_current_function_mode_stack
 
 from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import LocalBatch, describe
-from torchstrategy.data.checks import note_no_batches
 from torchstrategy.data.policy import Sharding
 from torchstrategy.data.position import Position, check_state
 from torchstrategy.data.prefetch import DeviceCopies, InFlight
 from torchstrategy.data.sources import Reading, Source
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
+from torchstrategy.log import logger
 from torchstrategy.options import InputOptions
 from torchstrategy.values import PerReplica
 
@@ -68,6 +68,7 @@ class DistributedDataset:
         self._options = options
         self._sharding = sharding
         self._element_spec: Any = None
+        self._said_nothing_came = False
         self._cursor = _Cursor(source, None, None)
 
     def __iter__(self) -> DistributedIterator:
@@ -75,6 +76,15 @@ class DistributedDataset:
         copies = DeviceCopies(self._placement, self._options.experimental_fetch_to_device is not False)
         num_ahead = self._options.experimental_per_replica_buffer_size if copies.is_needed else 0
         return DistributedIterator(reading, copies, num_ahead, cursor, self)
+
+    def _note_no_batches(self) -> None:
+        """Say, once for this dataset, that an iteration ended before its first element."""
+        if self._placement.first_replica == 0 and not self._said_nothing_came:
+            self._said_nothing_came = True
+            logger.warning(
+                "The dataset gave no batches: it has no examples, or fewer than one batch and drops it (drop_last, "
+                "drop_remainder), or it was at its end and its __iter__ does not start anew."
+            )
 
     def _open(self) -> tuple[Reading, _Cursor]:
         """Start an iteration, or go on with the one of a loaded state."""
@@ -278,7 +288,7 @@ class DistributedIterator:
         error = self._end
         if error is None or isinstance(error, StopIteration):
             if self._cursor.is_at_start and self._cursor.loaded is None:
-                note_no_batches(self._dataset._placement)
+                self._dataset._note_no_batches()
             self._cursor.move(self._end_state)
             raise StopIteration
         self._end = RuntimeError(f"This iterator ended with an error before: {error!r}. Take a new one: iter(dataset).")

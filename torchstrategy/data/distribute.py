@@ -81,10 +81,10 @@ def distribute_dataset(
         raise TypeError("The dataset is distributed already.")
     data = dataset if batch_size is None else _batch(dataset, batch_size)
     _check_iterable(data)
-    if isinstance(data, DataLoader):
-        _check_sampler(data)
     note_small_batch(data, placement)
     sharding = choose_sharding(data, auto_shard_policy, workers)
+    if isinstance(data, DataLoader) and sharding.policy is not AutoShardPolicy.OFF:
+        _check_sampler(data)
     make = functools.partial(_make_source, data, placement=placement, workers=workers)
     other = None if sharding.other is None else make(sharding.other)
     return DistributedDataset(make(sharding.policy), placement, workers, options, sharding, other)
