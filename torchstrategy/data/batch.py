@@ -38,6 +38,7 @@ __all__ = [
     "components",
     "concatenate",
     "describe",
+    "division",
     "empty_like",
     "join_parts",
     "plain_leaves",
@@ -154,7 +155,7 @@ def split_batch(batch: Components, placement: Placement) -> LocalBatch:
             columns.append((leaf,) * len(placement.devices))
             shares.append(None)
             continue
-        bounds, share = _division(length, placement.num_replicas)
+        bounds, share = division(length, placement.num_replicas)
         columns.append(tuple([_cut(leaf, *bounds[i]) for i in placement.local_replica_ids]))
         shares.append(share)
     if placement.num_replicas > 1 and len({id(share) for share in shares if share is not None}) > 1:
@@ -168,7 +169,8 @@ def split_batch(batch: Components, placement: Placement) -> LocalBatch:
 
 
 @functools.lru_cache(maxsize=64)
-def _division(length: int, num_replicas: int) -> tuple[list[tuple[int, int]], BatchShares]:
+def division(length: int, num_replicas: int) -> tuple[list[tuple[int, int]], BatchShares]:
+    """Return where each replica's share of a batch starts and ends, and the tag that says so."""
     sizes = share_sizes(length, num_replicas)
     return share_bounds(sizes), BatchShares(sizes)
 
@@ -238,14 +240,14 @@ def join_parts(parts: Sequence[Components], shares: Sequence[BatchShares | None]
     """
     _check_specs(parts)
     columns = list(zip(*(part.leaves for part in parts), strict=True))
-    if any(_differ(column) for column in columns):
+    if len(parts) > 1 and any(_differ(column) for column in columns):
         kinds = "; ".join(", ".join(map(component_kind, part.leaves)) for part in parts)
         raise ValueError(
             "The batches for the replicas of one step must have the same dtypes and numbers of dimensions. Received: "
             + kinds
         )
     # a view, so that a tag never lands on a tensor which the user keeps
-    columns = [tuple(_cut(leaf, 0, batch_length(leaf)) for leaf in column) for column in columns]
+    columns = [tuple([_cut(leaf, 0, batch_length(leaf)) for leaf in column]) for column in columns]
     return LocalBatch(columns, list(shares), parts[0].spec)
 
 

@@ -26,6 +26,7 @@ from torchstrategy.data.batch import (
     batch_length,
     check_splittable,
     components,
+    division,
     empty_like,
     join_parts,
     split_batch,
@@ -34,7 +35,6 @@ from torchstrategy.data.checks import check_first_batch, held_data
 from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
 from torchstrategy.data.sources import first_element
-from torchstrategy.data.split import share_bounds, share_sizes
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.log import warn_once
@@ -124,7 +124,7 @@ class IndexedLoader:
 
 
 class _Step(NamedTuple):
-    sizes: tuple[int, ...]  # of all replicas' shares
+    shares: BatchShares  # of all replicas
     num_loads: int  # batches that the loader makes for this process
     digest: OrderDigest  # of all index batches up to this one
 
@@ -157,7 +157,6 @@ class _Reading:
         self._placement = placement
         self._workers = workers
         self._items: Iterator[Any] | None = None
-        self._is_compared = False
         self._has_own_collate = has_own_collate
         self._draw = draw
         self.position = position
@@ -176,8 +175,10 @@ class _Reading:
         batch = self._assemble(step, item, self._items)
         self.position.move_to(step.digest)
         number = step.digest.num_batches
-        if self._workers is not None and number > 1 and number & (number - 1) == 0:  # 2, 4, 8, ...
-            check_equal(self._workers, "order of the index batches so far", list(step.digest), _SAME_ORDER)
+        # An order that was drawn at the start, from one stream, need not be compared before the end.
+        workers = None if self._sampler.draws_once else self._workers
+        if workers is not None and number > 1 and number & (number - 1) == 0:  # 2, 4, 8, ...
+            check_equal(workers, "order of the index batches so far", list(step.digest), _SAME_ORDER)
         return batch
 
     def _open(self) -> Iterator[Any]:
@@ -195,32 +196,33 @@ class _Reading:
     def _assemble(self, step: _Step, first: Any, items: Iterator[Any]) -> LocalBatch:
         if self._workers is None:
             return split_batch(components(first), self._placement)
-        if not self._is_compared:
-            self._is_compared = True
+        if not self._sampler.is_compared:
+            self._sampler.is_compared = True
             check_first_batch(self._workers, components(first))
-        loaded = [components(first), *(components(next(items)) for _ in range(1, step.num_loads))]
-        for batch in loaded:
+        parts = [components(first), *(components(next(items)) for _ in range(1, step.num_loads))]
+        for batch in parts:
             check_splittable(batch, self._placement.num_replicas)
-        filled = iter(loaded)
-        empty = empty_like(loaded[0])
-        parts = [next(filled) if step.sizes[i] else empty for i in self._placement.local_replica_ids]
-        return join_parts(parts, self._shares(self._workers, step.sizes, parts))
+        sizes = [step.shares.shares[i] for i in self._placement.local_replica_ids]
+        if 0 in sizes:
+            filled, empty = iter(parts), empty_like(parts[0])
+            parts = [next(filled) if size else empty for size in sizes]
+        return join_parts(parts, self._shares(self._workers, step.shares, sizes, parts))
 
-    def _shares(self, workers: Workers, sizes: tuple[int, ...], parts: list[Components]) -> list[BatchShares | None]:
+    def _shares(
+        self, workers: Workers, tag: BatchShares, sizes: list[int], parts: list[Components]
+    ) -> list[BatchShares | None]:
         """Return how many examples every replica has of each component."""
         lengths = [[batch_length(leaf) for leaf in part.leaves] for part in parts]
         if self._has_own_collate:  # which may leave examples out, or add some
             heard = workers.exchange("lengths of collated batches", lengths)
             columns = zip(*(row for rows in heard for row in rows), strict=True)
             return [None if None in column else BatchShares(column) for column in columns]
-        expected = [sizes[i] for i in self._placement.local_replica_ids]
-        for component in zip(*lengths, strict=True):
-            if any(length not in (None, size) for length, size in zip(component, expected, strict=True)):
+        for row, size in zip(lengths, sizes, strict=True):
+            if any(length != size and length is not None for length in row):
                 raise ValueError(
-                    f"The dataset's __getitems__ gave {list(component)} examples where {expected} were asked for. It "
-                    "must give one for each index; leave examples out in a collate_fn or by a sampler."
+                    f"The dataset's __getitems__ gave {row} examples where {size} were asked for. It must give one for "
+                    "each index; leave examples out in a collate_fn or by a sampler."
                 )
-        tag = BatchShares(sizes)
         return [None if length is None else tag for length in lengths[0]]
 
     def _finish(self) -> None:
@@ -262,7 +264,8 @@ class _IndexBatches:
         self._batch_sampler: Iterable[Any] = loader.batch_sampler  # type: ignore[assignment]
         self._generators = find_generators(loader)
         self._held_data = (None, 0) if workers is None else held_data(loader.dataset)
-        self._draws_once = _draws_once(loader)
+        self.draws_once = _draws_once(loader)
+        self.is_compared = False  # whether the ranks have looked at each other's first batch
         self._placement = placement
         self._workers = workers
         self.draw = _Draw(self.new_stream(None), None)
@@ -280,21 +283,19 @@ class _IndexBatches:
         return self._parts(self.draw)
 
     def _parts(self, draw: _Draw) -> Iterator[Sequence[Any]]:
-        local = slice(self._placement.first_replica, self._placement.first_replica + len(self._placement.devices))
+        ids = self._placement.local_replica_ids
         epoch_seed = None
         for indices, digest in self._global_batches(draw):
-            sizes = share_sizes(len(indices), self._placement.num_replicas)
+            bounds, shares = division(len(indices), self._placement.num_replicas)
             number, epoch_seed = digest.num_batches, draw.stream.seed() if epoch_seed is None else epoch_seed
             if self._workers is None:
                 parts = [IndexBatch(indices, step_seed(epoch_seed, number, None))]
             else:
-                ids = self._placement.local_replica_ids
-                bounds = share_bounds(sizes)[local]
-                cuts = [(i, indices[start:stop]) for i, (start, stop) in zip(ids, bounds, strict=True) if start < stop]
+                cuts = [(i, indices[slice(*bounds[i])]) for i in ids if shares.shares[i]]
                 # an empty share's structure is known from an example only
                 cuts = cuts or [(ids[0], indices[:1])]
                 parts = [IndexBatch(part, step_seed(epoch_seed, number, i)) for i, part in cuts]
-            draw.steps.append(_Step(sizes, len(parts), digest))
+            draw.steps.append(_Step(shares, len(parts), digest))
             yield from parts
 
     def _global_batches(self, draw: _Draw) -> Iterator[tuple[list[Any], OrderDigest]]:
@@ -316,7 +317,7 @@ class _IndexBatches:
                 yield indices, digest
             elif digest.num_batches == draw.resume["step"]:
                 _check_same_order(digest, draw.resume)
-            indices = reader.next() if self._draws_once else draw.stream.draw(reader.next)
+            indices = reader.next() if self.draws_once else draw.stream.draw(reader.next)
         if draw.resume is not None and digest.num_batches < draw.resume["step"]:
             _check_same_order(digest, draw.resume)
 
