@@ -224,9 +224,12 @@ def read_images(path: str) -> Iterator[tuple[Tensor, int]]:
 
 
 def prepare(image: np.ndarray) -> Tensor:
-    """Do what images need at least: scale to [0, 1], normalise, flip every other one."""
+    """Do the least that images need for training: scale to [0, 1], normalise, shift by up to 2 pixels, flip some."""
     values = (torch.from_numpy(image) / 255 - MEAN) / STD
-    return values.flip(-1) if torch.rand(()) < 0.5 else values
+    values = torch.nn.functional.pad(values, (2, 2, 2, 2))
+    top, left, flip = torch.randint(5, (3,)).tolist()
+    values = values[..., top : top + image.shape[-2], left : left + image.shape[-1]]
+    return values.flip(-1) if flip > 2 else values
 
 
 # --- how it is measured
