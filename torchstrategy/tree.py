@@ -29,6 +29,9 @@ __all__ = [
 
 _Spec = _pytree.TreeSpec
 _DESCRIBED = 120
+_NUM_DESCRIPTIONS = 64
+#: Of specs by their ids, with the specs themselves: batches of a loader share one, and each asks for its text.
+_descriptions: dict[int, tuple[_Spec, str]] = {}
 
 
 class _Fields:
@@ -115,6 +118,17 @@ def same_structure(first: Any, second: Any) -> bool:
 
 def describe(spec: _Spec) -> str:
     """Return `` of `` and the structure, shortened; nothing for a single leaf."""
+    known = _descriptions.get(id(spec))
+    if known is not None and known[0] is spec:
+        return known[1]
+    if len(_descriptions) >= _NUM_DESCRIPTIONS:
+        _descriptions.clear()
+    text = _describe(spec)
+    _descriptions[id(spec)] = (spec, text)
+    return text
+
+
+def _describe(spec: _Spec) -> str:
     if spec.num_children == 0 and spec.num_leaves == 1:
         return ""
     text = " ".join(repr(spec).replace("TreeSpec", "").split())

@@ -211,8 +211,13 @@ def signature(leaf: Any) -> str:
 def component_kind(leaf: Any) -> str:
     """Return dtype and number of dimensions of a component, or its type."""
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype)[6:]} tensor of {leaf.dim()} dimensions"
+        return _tensor_kind(leaf.dtype, leaf.dim())
     return "strings" if isinstance(leaf, _Strings) else type(leaf).__name__
+
+
+@functools.lru_cache(maxsize=64)
+def _tensor_kind(dtype: torch.dtype, num_dims: int) -> str:
+    return f"{str(dtype)[6:]} tensor of {num_dims} dimensions"
 
 
 def blank_leaf(kind: str, sizes: Sequence[int] | None) -> Any:
