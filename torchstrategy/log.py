@@ -58,20 +58,24 @@ def set_rank(rank: int) -> None:
 
 def info_once(message: str) -> None:
     """Log a line the first time this process says it."""
-    if message not in _said:
-        _said.add(message)
+    if _is_new(message):
         logger.info(message)
 
 
 def warning_once(message: str) -> None:
     """Log a line at level WARNING the first time this process says it: a program may well mean what it does."""
-    if message not in _said:
-        _said.add(message)
+    if _is_new(message):
         logger.warning(message)
 
 
 def warn_once(message: str, stacklevel: int = 3) -> None:
     """Issue a ``UserWarning`` the first time this process says it."""
-    if message not in _said:
-        _said.add(message)
+    if _is_new(message):
         warnings.warn(message, UserWarning, stacklevel=stacklevel)
+
+
+def _is_new(message: str) -> bool:
+    """Say whether this process says a message for the first time."""
+    is_new = message not in _said
+    _said.add(message)
+    return is_new

@@ -33,6 +33,7 @@ __all__ = [
     "as_given",
     "batch_length",
     "blank_leaf",
+    "check_batch_sizes",
     "check_splittable",
     "component_kind",
     "components",
@@ -138,6 +139,21 @@ def check_splittable(batch: Components, num_replicas: int) -> None:
             )
 
 
+def check_batch_sizes(batch: Components) -> None:
+    """Check that all components have the same batch size, as they must to be divided.
+
+    Raises:
+        InvalidArgumentError: they have different ones.
+    """
+    sizes = [batch_length(leaf) for leaf in batch.leaves]
+    if len(set(sizes) - {None}) > 1:
+        raise InvalidArgumentError(
+            f"The components of a batch have {sizes} examples. A global batch can be split only if all components have "
+            "the same batch size. Give the others to `run` as arguments of their own, or make one row of them for each "
+            "example."
+        )
+
+
 def split_batch(batch: Components, placement: Placement) -> LocalBatch:
     """Split a whole global batch and keep this process's shares.
 
@@ -147,6 +163,8 @@ def split_batch(batch: Components, placement: Placement) -> LocalBatch:
         InvalidArgumentError: components have different batch sizes and there is more than one replica, as in tf.
     """
     check_splittable(batch, placement.num_replicas)
+    if placement.num_replicas > 1:
+        check_batch_sizes(batch)
     columns: list[tuple[Any, ...]] = []
     shares: list[BatchShares | None] = []
     for leaf in batch.leaves:
@@ -158,13 +176,6 @@ def split_batch(batch: Components, placement: Placement) -> LocalBatch:
         bounds, share = division(length, placement.num_replicas)
         columns.append(tuple([_cut(leaf, *bounds[i]) for i in placement.local_replica_ids]))
         shares.append(share)
-    if placement.num_replicas > 1 and len({id(share) for share in shares if share is not None}) > 1:
-        sizes = [share and share.total for share in shares]
-        raise InvalidArgumentError(
-            f"The components of a batch have {sizes} examples. A global batch can be split only if all components have "
-            "the same batch size. Give the others to `run` as arguments of their own, or make one row of them for each "
-            "example."
-        )
     return LocalBatch(columns, shares, batch.spec)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "held_data",
     "kind_of",
     "note_small_batch",
+    "raw_bytes",
     "warn_of_other_values",
 ]
 
@@ -96,7 +97,7 @@ def checksum(leaves: Iterable[Any]) -> int:
     """Return a checksum of the first and last examples of tensors and arrays."""
     value = 0
     for leaf in leaves:
-        for rows in (_rows(leaf, slice(None, _ROWS)), _rows(leaf, slice(-_ROWS, None))):
+        for rows in (raw_bytes(leaf, slice(None, _ROWS)), raw_bytes(leaf, slice(-_ROWS, None))):
             value = zlib.crc32(rows, value)
     return value
 
@@ -134,7 +135,8 @@ def _held_checksum(dataset: Any) -> int:
     return checksum(dataset.arrays) if isinstance(dataset, ArrayDataset) else 0
 
 
-def _rows(leaf: Any, which: slice) -> bytes:
+def raw_bytes(leaf: Any, which: slice) -> bytes:
+    """Return the memory of some examples of a component; nothing for what has no plain memory."""
     if isinstance(leaf, Tensor):
         if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_quantized or not leaf.dim():
             return b""

@@ -75,7 +75,7 @@ class FunctionPipelines:
 
     def combine(self, state: dict[str, Any]) -> dict[str, Any]:
         """Make one state of all processes' positions; every process calls it."""
-        return {**state, "pipelines": combine_states(self._workers, state["pipelines"])}
+        return combine_states(self._workers, state)
 
     def length(self) -> int | None:
         """Return ``None``: the datasets of other ranks are not known here."""

@@ -146,17 +146,17 @@ def open_pipelines(
     ]
 
 
-def combine_states(workers: Workers | None, own: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the positions of all processes' pipelines in the order of their ids; every process calls it.
+def combine_states(workers: Workers | None, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a process's state with the positions of all processes' pipelines, listed by their ids; every one calls it.
 
     Raises:
         TypeError: a position is not plain data.
     """
-    states = dict(own)
+    positions = dict(state["pipelines"])
     if workers is not None:
-        for text in workers.exchange("state of the input pipelines", _encode(own)):
-            states.update(_decode(text))
-    return [states[i] for i in sorted(states)]
+        for text in workers.exchange("state of the input pipelines", _encode(state["pipelines"])):
+            positions.update(_decode(text))
+    return {**state, "pipelines": [positions[i] for i in sorted(positions)]}
 
 
 def _encode(states: dict[int, dict[str, Any]]) -> str:

@@ -34,7 +34,7 @@ from torchstrategy.data.batch import (
 from torchstrategy.data.checks import check_first_batch, held_data
 from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
-from torchstrategy.data.sources import first_element
+from torchstrategy.data.sources import splittable_element
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.log import warn_once
@@ -118,9 +118,7 @@ class IndexedLoader:
 
     def example(self) -> Components:
         """Return the first global batch."""
-        batch = first_element(self._original)
-        check_splittable(batch, self._placement.num_replicas)
-        return batch
+        return splittable_element(self._original, self._placement)
 
 
 class _Step(NamedTuple):

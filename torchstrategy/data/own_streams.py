@@ -9,14 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 from torchstrategy.data.agreement import Workers
-from torchstrategy.data.batch import Components, LocalBatch, batch_length, check_splittable, concatenate, take
+from torchstrategy.data.batch import (
+    Components,
+    LocalBatch,
+    batch_length,
+    check_batch_sizes,
+    check_splittable,
+    concatenate,
+    take,
+)
 from torchstrategy.data.checks import declared_batch_size
 from torchstrategy.data.input_pipelines import Make, PipelineReader, PipelinesPosition, combine_states, open_pipelines
 from torchstrategy.data.rounds import Rounds
-from torchstrategy.data.sources import first_element
+from torchstrategy.data.sources import splittable_element
 from torchstrategy.data.split import minibatch_sizes
 from torchstrategy.devices import Placement
-from torchstrategy.errors import DisagreementError, InvalidArgumentError
+from torchstrategy.errors import DisagreementError
 
 __all__ = ["OwnStreams"]
 
@@ -57,7 +65,7 @@ class OwnStreams:
 
     def combine(self, state: dict[str, Any]) -> dict[str, Any]:
         """Make one state of all processes' positions; every process calls it."""
-        return {**state, "pipelines": combine_states(self._workers, state["pipelines"])}
+        return combine_states(self._workers, state)
 
     def length(self) -> int | None:
         """Return ``None``: other processes' streams are not known here."""
@@ -65,9 +73,7 @@ class OwnStreams:
 
     def example(self) -> Components:
         """Return the first element of this process's stream."""
-        batch = first_element(self._own)
-        check_splittable(batch, self._placement.num_replicas)
-        return batch
+        return splittable_element(self._own, self._placement)
 
     def _data_of(self, num_processes: int, index: int) -> Any:
         is_own = (num_processes, index) == (self._size, self._rank)
@@ -162,19 +168,10 @@ class _Reading:
             element = self._reader.next()
             if element is None:
                 return
-            _check_cuttable(element)
+            check_splittable(element, 2)
+            check_batch_sizes(element)
             if _length(element):
                 self._rest = element if self._rest is None else concatenate([self._rest, element])
-
-
-def _check_cuttable(element: Components) -> None:
-    check_splittable(element, 2)
-    lengths = [batch_length(leaf) for leaf in element.leaves if leaf is not None]
-    if len(set(lengths)) > 1:
-        raise InvalidArgumentError(
-            f"The components of an element have {lengths} examples. To be cut anew into minibatches, as the sharding "
-            "policies OFF, FILE and HINT do, they must all have the same number. Use AutoShardPolicy.DATA."
-        )
 
 
 def _length(batch: Components) -> int:

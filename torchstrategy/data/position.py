@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchstrategy.data.agreement import SharedStream, Workers, find_generators
+from torchstrategy.data.checks import raw_bytes
 from torchstrategy.data.numpy import ArrayBatches
 from torchstrategy.data.pipeline.base import Pipeline
 from torchstrategy.errors import InvalidArgumentError
@@ -132,10 +133,11 @@ class StreamReader:
             )
         if state["data"] is not None:
             self.data.load_state_dict(state["data"])
+        if state["data"] is not None or self._starts_anew:
             restore_generators(self.data, state)
         if self._starts_anew:
-            restore_generators(self.data, state)
-        elif state["data"] is not None or state["is_finished"]:
+            return
+        if state["data"] is not None or state["is_finished"]:
             position.num_read, position.is_finished = state["num_read"], state["is_finished"]
         else:
             self._read_again(state)
@@ -272,14 +274,15 @@ def _sample(item: Any) -> int | None:
     """Return a checksum of the first numbers of an element's first tensor; ``None`` if it has none to look at."""
     while isinstance(item, (tuple, list, dict)) and item:
         item = next(iter(item.values() if isinstance(item, dict) else item))
-    is_plain = isinstance(item, Tensor) and item.layout is torch.strided and item.device.type == "cpu"
-    if is_plain and not item.is_nested and not item.is_quantized and item.numel():
-        while item.dim() > 1:  # flattening it all could copy it
-            item = item[0]
-        rows = item.detach()[:16] if item.dim() else item.detach()[None]
-        return zlib.crc32(rows.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes())
-    if isinstance(item, np.ndarray) and not item.dtype.hasobject and item.size:
-        while item.ndim > 1:
-            item = item[0]
-        return zlib.crc32(np.ascontiguousarray(item.reshape(-1)[:16]).tobytes())
-    return None
+    if isinstance(item, Tensor):
+        if item.layout is not torch.strided or item.is_nested or item.device.type != "cpu" or not item.numel():
+            return None
+        item = item if item.dim() else item[None]
+    elif isinstance(item, np.ndarray) and item.size:
+        item = np.atleast_1d(item)
+    else:
+        return None
+    while item.ndim > 1:  # flattening it all could copy it
+        item = item[0]
+    data = raw_bytes(item, slice(None, 16))
+    return zlib.crc32(data) if data else None

@@ -20,7 +20,7 @@ from torchstrategy.data.position import END, Position, StreamReader, is_resumabl
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["Reading", "Source", "WholeBatches", "first_element"]
+__all__ = ["Reading", "Source", "WholeBatches", "first_element", "splittable_element"]
 
 _SAME_STATE = "Load the same state on every rank."
 _SAME_DATA = "Every rank must build the same dataset in the same order."
@@ -112,9 +112,7 @@ class WholeBatches:
 
     def example(self) -> Components:
         """Return the first global batch."""
-        batch = first_element(self._data)
-        check_splittable(batch, self._placement.num_replicas)
-        return batch
+        return splittable_element(self._data, self._placement)
 
 
 class _Reading:
@@ -167,6 +165,18 @@ class _WholePosition:
     def state(self) -> dict[str, Any]:
         state = self._position.state()
         return {"step": state["num_read"], "length": self._length, **state}
+
+
+def splittable_element(data: Iterable[Any], placement: Placement) -> Components:
+    """Return what ``first_element`` does, if it can be divided.
+
+    Raises:
+        IndexError: a component has no batch dimension and there is more than one replica.
+        ValueError: there is no element, or a component is a dataset itself.
+    """
+    batch = first_element(data)
+    check_splittable(batch, placement.num_replicas)
+    return batch
 
 
 def first_element(data: Iterable[Any]) -> Components:
