@@ -248,8 +248,15 @@ def blank_leaf(kind: str, sizes: Sequence[int] | None) -> Any:
     return torch.empty((0, *sizes), dtype=dtype)
 
 
-def join_parts(parts: Sequence[Components], shares: Sequence[BatchShares | None]) -> LocalBatch:
+def join_parts(
+    parts: Sequence[Components], shares: Sequence[BatchShares | None], *, are_new: bool = False
+) -> LocalBatch:
     """Combine one batch for each local replica into one element.
+
+    Args:
+        parts: the batches.
+        shares: for each component, the examples of every replica; ``None`` without batch dimension.
+        are_new: whether nobody else holds the tensors.
 
     Raises:
         ValueError: the batches' nested structures, dtypes or numbers of dimensions differ.
@@ -262,8 +269,8 @@ def join_parts(parts: Sequence[Components], shares: Sequence[BatchShares | None]
             "The batches for the replicas of one step must have the same dtypes and numbers of dimensions. Received: "
             + kinds
         )
-    # a view, so that a tag never lands on a tensor which the user keeps
-    columns = [tuple([_cut(leaf, 0, batch_length(leaf)) for leaf in column]) for column in columns]
+    if not are_new:  # a view, so that a tag never lands on a tensor which the user keeps
+        columns = [tuple([_cut(leaf, 0, batch_length(leaf)) for leaf in column]) for column in columns]
     return LocalBatch(columns, list(shares), parts[0].spec)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,9 @@ from torchstrategy.log import warn_once
 from torchstrategy.values import BatchShares
 
 __all__ = ["IndexedLoader", "has_index_batches"]
+
+# Batches whose indices are drawn in a row: half the cost of one at a time, between which a batch is loaded.
+_NUM_DRAWN_AHEAD = 16
 
 _SAME_ORDER = (
     "Build the same dataset on every rank, from the same seed if it is random, and draw the same index batches: "
@@ -204,7 +208,8 @@ class _Reading:
         if 0 in sizes:
             filled, empty = iter(parts), empty_like(parts[0])
             parts = [next(filled) if size else empty for size in sizes]
-        return join_parts(parts, self._shares(self._workers, step.shares, sizes, parts))
+        shares = self._shares(self._workers, step.shares, sizes, parts)
+        return join_parts(parts, shares, are_new=not self._has_own_collate)
 
     def _shares(
         self, workers: Workers, tag: BatchShares, sizes: list[int], parts: list[Components]
@@ -281,6 +286,14 @@ class _IndexBatches:
         return self._parts(self.draw)
 
     def _parts(self, draw: _Draw) -> Iterator[Sequence[Any]]:
+        steps = self._steps(draw)
+        num_ahead = _NUM_DRAWN_AHEAD if self.draws_once else 1
+        while chunk := list(itertools.islice(steps, num_ahead)):
+            for step, parts in chunk:
+                draw.steps.append(step)
+                yield from parts
+
+    def _steps(self, draw: _Draw) -> Iterator[tuple[_Step, list[Sequence[Any]]]]:
         ids = self._placement.local_replica_ids
         epoch_seed = None
         for indices, digest in self._global_batches(draw):
@@ -293,8 +306,7 @@ class _IndexBatches:
                 # an empty share's structure is known from an example only
                 cuts = cuts or [(ids[0], indices[:1])]
                 parts = [IndexBatch(part, step_seed(epoch_seed, number, i)) for i, part in cuts]
-            draw.steps.append(_Step(shares, len(parts), digest))
-            yield from parts
+            yield _Step(shares, len(parts), digest), parts
 
     def _global_batches(self, draw: _Draw) -> Iterator[tuple[list[Any], OrderDigest]]:
         reader = _Reader(self._batch_sampler)

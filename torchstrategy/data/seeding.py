@@ -19,6 +19,8 @@ __all__ = ["IndexBatch", "SeededDataset", "seed_batches", "step_seed"]
 
 # np.random draws from this while a batch is loaded: numpy needs 70 microseconds to get and set a state, 0.5 to swap.
 _NUMPY_BITS = np.random.MT19937(0)
+_PYTHON_RANDOM: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
+_Generator = random.Random.__base__  # without the conversions of other seeds and versions, which cost as much again
 _MASK = 2**64 - 1
 
 
@@ -54,14 +56,15 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, indices: IndexBatch) -> Any:
         """Return the collated batch."""
         if get_worker_info() is not None:
-            _seed(indices.seed)
+            random.seed(indices.seed)
+            _seed_arrays(indices.seed)
             return self._collate_fn(self._load(indices))
         torch_state = torch.default_generator.get_state()
-        _PYTHON_STREAM.put_aside()
         numpy_bits = mtrand.get_bit_generator()
         mtrand.set_bit_generator(_NUMPY_BITS)
+        _PYTHON_STREAM.put_aside(indices.seed)
         try:
-            _seed(indices.seed)
+            _seed_arrays(indices.seed)
             return self._collate_fn(self._load(indices))
         finally:
             mtrand.set_bit_generator(numpy_bits)
@@ -136,19 +139,22 @@ class _PythonStream:
     """
 
     def __init__(self) -> None:
-        self._state: Any = None
-        self._next: tuple[int, float | None] | None = None
+        self._words: tuple[int, ...] = ()
+        self._next: tuple[int | None, float | None] = (None, None)
 
-    def put_aside(self) -> None:
-        gauss_next = random.getstate.__self__.gauss_next  # type: ignore[attr-defined]
-        upcoming = (random.getrandbits(32), gauss_next)
+    def put_aside(self, seed: int) -> None:
+        """Replace it by the stream of a seed."""
+        upcoming = (_PYTHON_RANDOM.getrandbits(32), _PYTHON_RANDOM.gauss_next)
         if upcoming != self._next:
-            version, (*words, position), _ = random.getstate()
-            self._state = (version, (*words, position - 1), gauss_next)  # before the number that was just drawn
+            version, (*words, position), gauss_next = _PYTHON_RANDOM.getstate()
+            self._words = (*words, position - 1)  # before the number that was just drawn
             self._next = upcoming
+        _Generator.seed(_PYTHON_RANDOM, seed)
+        _PYTHON_RANDOM.gauss_next = None
 
     def put_back(self) -> None:
-        random.setstate(self._state)
+        _Generator.setstate(_PYTHON_RANDOM, self._words)
+        _PYTHON_RANDOM.gauss_next = self._next[1]
 
 
 _PYTHON_STREAM = _PythonStream()
@@ -158,11 +164,10 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _seed(seed: int) -> None:
+def _seed_arrays(seed: int) -> None:
     # torch and numpy have the same generator, of which torch uses 32 bits of seed: each gets its own half
     torch.default_generator.manual_seed(seed & 0xFFFFFFFF)
     np.random.seed(seed >> 32)
-    random.seed(seed)
 
 
 def _mix(x: int) -> int:
