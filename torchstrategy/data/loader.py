@@ -293,7 +293,7 @@ class _IndexBatches:
                 draw.steps.append(step)
                 yield from parts
 
-    def _steps(self, draw: _Draw) -> Iterator[tuple[_Step, list[Sequence[Any]]]]:
+    def _steps(self, draw: _Draw) -> Iterator[tuple[_Step, list[IndexBatch]]]:
         ids = self._placement.local_replica_ids
         epoch_seed = None
         for indices, digest in self._global_batches(draw):

@@ -19,8 +19,10 @@ __all__ = ["IndexBatch", "SeededDataset", "seed_batches", "step_seed"]
 
 # np.random draws from this while a batch is loaded: numpy needs 70 microseconds to get and set a state, 0.5 to swap.
 _NUMPY_BITS = np.random.MT19937(0)
-_PYTHON_RANDOM: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
-_Generator = random.Random.__base__  # without the conversions of other seeds and versions, which cost as much again
+_PYTHON_RANDOM: Any = random.getstate.__self__  # type: ignore[attr-defined]
+_Generator: Any = (
+    random.Random.__base__
+)  # without the conversions of other seeds and versions, which cost as much again
 _MASK = 2**64 - 1
 
 
@@ -146,7 +148,7 @@ class _PythonStream:
         """Replace it by the stream of a seed."""
         upcoming = (_PYTHON_RANDOM.getrandbits(32), _PYTHON_RANDOM.gauss_next)
         if upcoming != self._next:
-            version, (*words, position), gauss_next = _PYTHON_RANDOM.getstate()
+            _, (*words, position), _ = _PYTHON_RANDOM.getstate()
             self._words = (*words, position - 1)  # before the number that was just drawn
             self._next = upcoming
         _Generator.seed(_PYTHON_RANDOM, seed)
