@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "AutoShardPolicy",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "InputOptions",
@@ -15,6 +16,7 @@ __all__ = [
     "RunOptions",
     "VariableAggregation",
     "VariableSynchronization",
+    "register_implementation_name",
 ]
 
 
@@ -97,11 +99,48 @@ class AutoShardPolicy(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which backend carries collectives between processes: ``RING`` is gloo."""
+    """What carries collectives between processes: ``RING`` takes tensors on any device, ``NCCL`` those on GPUs.
+
+    ``AUTO`` is NCCL where all devices are GPUs and ``RING`` otherwise.
+    """
 
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
+
+
+# Names that users have registered for ways of communication of their own; their code is in a higher layer.
+_registered_implementations: set[str] = set()
+
+
+def register_implementation_name(name: str) -> str:
+    """Let ``CommunicationOptions`` take a name as ``implementation``.
+
+    Args:
+        name: a name other than that of a ``CommunicationImplementation``; letter case does not count.
+
+    Returns:
+        The name as ``CommunicationOptions`` stores it: in lower case.
+
+    Raises:
+        TypeError: ``name`` is no string.
+        ValueError: it is empty, or the name of a ``CommunicationImplementation``.
+
+    Example:
+        >>> from torchstrategy.options import register_implementation_name
+        >>> register_implementation_name("MyMPI")
+        'mympi'
+        >>> ts.experimental.CommunicationOptions(implementation="mympi").implementation
+        'mympi'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"The name of an implementation must be a string. Received: {name!r}")
+    if not name.strip() or name.upper() in CommunicationImplementation.__members__:
+        raise ValueError(
+            f"The name of an implementation of your own must be another than AUTO, RING and NCCL. Received: {name!r}"
+        )
+    _registered_implementations.add(name.lower())
+    return name.lower()
 
 
 @dataclass(frozen=True)
@@ -110,36 +149,89 @@ class CommunicationOptions:
 
     Args:
         bytes_per_pack: upper size in bytes of one gradient bucket; 0 chooses 32 MiB.
-        timeout_seconds: seconds after which a collective that not all ranks have joined fails; ``None`` means 1800.
-        implementation: the backend; ``AUTO`` takes NCCL where all devices are GPUs and gloo otherwise.
+        timeout_seconds: seconds after which a collective that not all ranks have joined fails; ``None`` means 1800, and
+            so do 0 and negative numbers, which tf accepts as well.
+        implementation: what carries the data: a ``CommunicationImplementation``, its name in any letter case, or a name
+            that was given to ``ts.experimental.register_communication``.
 
     Raises:
-        ValueError: ``bytes_per_pack`` is negative or ``timeout_seconds`` is not positive.
+        ValueError: ``bytes_per_pack`` is negative, or there is no such implementation.
 
     Example:
-        >>> ts.experimental.CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
-        1048576
+        >>> options = ts.experimental.CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring")
+        >>> options.implementation
+        <CommunicationImplementation.RING: 'RING'>
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
-    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be 0 or positive. Received: {self.bytes_per_pack}")
-        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be positive or None. Received: {self.timeout_seconds}")
-        if not isinstance(self.implementation, CommunicationImplementation):
-            raise ValueError(
-                "implementation must be a CommunicationImplementation (AUTO, RING or NCCL). "
-                f"Received: {self.implementation!r}"
-            )
+        object.__setattr__(self, "implementation", _parse_implementation(self.implementation))
 
     @property
     def bucket_bytes(self) -> int:
         """Size in bytes at which a gradient bucket is closed."""
         return self.bytes_per_pack or 32 << 20
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        """``timeout_seconds`` if it is positive; ``None`` if the default is meant."""
+        return self.timeout_seconds if self.timeout_seconds is not None and self.timeout_seconds > 0 else None
+
+    def merge(self, options: CommunicationOptions) -> CommunicationOptions:
+        """Return these options with what others set in its place.
+
+        Args:
+            options: the others; their ``bytes_per_pack`` counts unless 0, their ``timeout_seconds`` unless ``None``,
+                their ``implementation`` unless ``AUTO``.
+
+        Example:
+            >>> first = ts.experimental.CommunicationOptions(bytes_per_pack=1, timeout_seconds=2.0)
+            >>> first.merge(ts.experimental.CommunicationOptions(timeout_seconds=3.0)).timeout_seconds
+            3.0
+        """
+        is_auto = options.implementation is CommunicationImplementation.AUTO
+        return CommunicationOptions(
+            options.bytes_per_pack or self.bytes_per_pack,
+            self.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
+            self.implementation if is_auto else options.implementation,
+        )
+
+
+def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
+    """Return ``CommunicationOptions`` with these values: the name that they had in tf at first.
+
+    Args:
+        bytes_per_pack: as for ``CommunicationOptions``.
+        timeout_seconds: as for ``CommunicationOptions``.
+
+    Raises:
+        ValueError: ``bytes_per_pack`` is negative.
+
+    Example:
+        >>> ts.experimental.CollectiveHints(bytes_per_pack=1 << 20).bytes_per_pack
+        1048576
+    """
+    return CommunicationOptions(bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds)
+
+
+def _parse_implementation(value: object) -> CommunicationImplementation | str:
+    if isinstance(value, CommunicationImplementation):
+        return value
+    if isinstance(value, str):
+        if value.upper() in CommunicationImplementation.__members__:
+            return CommunicationImplementation[value.upper()]
+        if value.lower() in _registered_implementations:
+            return value.lower()
+    names = ", ".join([*CommunicationImplementation.__members__, *sorted(_registered_implementations)])
+    raise ValueError(
+        f"implementation must be one of {names}, in any letter case, or a CommunicationImplementation. A way of your "
+        f"own needs a name first: ts.experimental.register_communication. Received: {value!r}"
+    )
 
 
 class InputReplicationMode(enum.Enum):
