@@ -1,0 +1,8 @@
+"""``python -m torchstrategy``: the ``torchstrategy`` command."""
+
+import sys
+
+from torchstrategy.cli.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The doctor's small collectives: between processes that it starts on this host, or with all ranks of a running job."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchstrategy.cli.host import Host
+from torchstrategy.cli.report import Finding
+from torchstrategy.cluster_resolver.job import Job
+from torchstrategy.options import CommunicationOptions
+from torchstrategy.strategies.default import get_replica_context
+from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+from torchstrategy.testing.processes import ProcessPool, RemoteError
+
+__all__ = ["check_backends_here", "check_whole_job"]
+
+_SECTION = "Collectives"
+_NUM_FLOATS = 1 << 20
+_REPEATS = 5
+_MAX_GPUS = 8
+_REMEDIES = {
+    "gloo": "look at GLOO_SOCKET_IFNAME and at the host's name above: processes of one host must reach each other",
+    "nccl": "run with NCCL_DEBUG=INFO to see which transport fails; NCCL_P2P_DISABLE=1 tells links between GPUs apart",
+}
+
+
+def check_backends_here(host: Host, timeout_s: float) -> Iterator[Finding]:
+    """All-reduce with each backend between new processes on this host.
+
+    Args:
+        host: this host.
+        timeout_s: seconds for each backend.
+    """
+    if dist.is_gloo_available():
+        yield _between_processes("gloo", 2, timeout_s)
+    if dist.is_nccl_available() and host.num_gpus:
+        yield _between_processes("nccl", min(host.num_gpus, _MAX_GPUS), timeout_s)
+
+
+def check_whole_job(job: Job | None, timeout_s: float) -> Iterator[Finding]:
+    """All-reduce with all ranks of the job, each of which must run this.
+
+    Args:
+        job: the job that this process belongs to.
+        timeout_s: seconds to wait for the others.
+    """
+    if job is None or job.size == 1:
+        remedy = "run it as `torchstrategy launch -m torchstrategy doctor --join`, or with TF_CONFIG on every host"
+        yield Finding(_SECTION, "whole job", "FAIL", "there is no job to join", remedy)
+        return
+    try:
+        strategy = MultiWorkerMirroredStrategy(None, CommunicationOptions(timeout_seconds=timeout_s))
+        times = strategy.run(_time_strategy)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is what was looked for
+        yield _failure("whole job", error, "the lines above may say why; run it on every rank at the same time")
+        return
+    times_of_first = strategy.experimental_local_results(times)[0]
+    text = f"{strategy.num_replicas_in_sync} replicas of {job.size} processes, {_as_text(*times_of_first)}"
+    yield Finding(_SECTION, "whole job", "ok", text)
+
+
+def _between_processes(backend: str, size: int, timeout_s: float) -> Finding:
+    try:
+        with ProcessPool(size, timeout_s) as pool:
+            times = pool.run(_time_backend, backend, timeout_s)[0]
+    except (RemoteError, TimeoutError) as error:
+        first = next(iter(error.errors.values())) if isinstance(error, RemoteError) else error
+        return _failure(backend, first, _REMEDIES[backend])
+    return Finding(_SECTION, backend, "ok", f"{size} process(es) on this host, {_as_text(*times)}")
+
+
+def _time_backend(backend: str, timeout_s: float) -> tuple[float, float]:
+    """Run in each process: return the seconds of an all-reduce of one float and of 4 MiB."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{dist.get_rank()}")
+
+    def all_reduce(num_floats: int) -> torch.Tensor:
+        tensor = torch.ones(num_floats, device=device)
+        dist.all_reduce(tensor)
+        return tensor
+
+    try:
+        return _time(all_reduce, dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _time_strategy() -> tuple[float, float]:
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError("called outside run")
+    device = context.devices[0]
+    return _time(lambda n: context.all_reduce("SUM", torch.ones(n, device=device)), context.num_replicas_in_sync)
+
+
+def _time(all_reduce: Callable[[int], torch.Tensor], num_replicas: int) -> tuple[float, float]:
+    medians = []
+    for num_floats in (1, _NUM_FLOATS):
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            start = time.perf_counter()
+            sums = all_reduce(num_floats)
+            wrong = int((sums != num_replicas).sum())  # waits for the result
+            seconds.append(time.perf_counter() - start)
+            if wrong:
+                raise RuntimeError(
+                    f"{wrong} of {num_floats} sums are wrong: expected {num_replicas}, received {sums[0].item()}"
+                )
+        medians.append(statistics.median(seconds[1:]))
+    return medians[0], medians[1]
+
+
+def _as_text(one_float_s: float, many_floats_s: float) -> str:
+    return f"all-reduce of one float {one_float_s * 1e3:.2f} ms, of 4 MiB {many_floats_s * 1e3:.2f} ms"
+
+
+def _failure(name: str, error: BaseException, remedy: str) -> Finding:
+    text = f"{type(error).__name__}: {error}".strip()
+    return Finding(_SECTION, name, "FAIL", "\n".join(text.splitlines()[:8]), remedy)

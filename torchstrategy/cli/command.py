@@ -1,0 +1,39 @@
+"""The command line: which command, and how errors of the user are shown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchstrategy.cli import doctor, launch
+from torchstrategy.version import __version__
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ``torchstrategy`` command.
+
+    Args:
+        arguments: what stands after the command's name; ``None`` means ``sys.argv``'s.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="torchstrategy", description="Distributed training with torchstrategy.")
+    parser.add_argument("--version", action="version", version=f"torchstrategy {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{doctor,launch}")
+    for module, name, text in (
+        (doctor, "doctor", "say what a job would see here, and what is wrong with it"),
+        (launch, "launch", "start a program in several processes"),
+    ):
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValueError as error:
+        sys.stderr.write(f"torchstrategy: {error}\n")
+        return 2

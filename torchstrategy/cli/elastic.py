@@ -1,0 +1,168 @@
+"""What ``torchstrategy launch`` adds to torch's elastic launcher.
+
+After each rendezvous the launchers of all hosts agree on their workers' addresses and on the number of the attempt.
+The first becomes ``TF_CONFIG``. The second replaces each launcher's own count of restarts: a launcher whose workers
+were healthy does not count a restart, and ranks that disagree about it would look for each other in different places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from torchstrategy.cluster_resolver.address import format_address
+
+__all__ = ["BACKEND", "AgreeingRendezvous", "Agreement", "WorkerEnvironments", "free_ports", "tf_config"]
+
+BACKEND = "torchstrategy"
+
+
+class Agreement:
+    """What the launchers of all hosts agree on in each round.
+
+    Args:
+        num_workers: processes that this launcher starts.
+        host: this host's name or address, as the others reach it.
+    """
+
+    def __init__(self, num_workers: int, host: str) -> None:
+        self.attempt = -1
+        self.addresses: list[str] = []
+        self._num_workers = num_workers
+        self._host = host
+
+    def reach(self, info: RendezvousInfo) -> None:
+        """Exchange this round's addresses with the launchers of the other hosts.
+
+        Args:
+            info: the round; its store is the round's own.
+        """
+        own = [format_address(self._host, port) for port in free_ports(self._num_workers)]
+        info.store.set(f"launch/{info.rank}", json.dumps([self.attempt, own]))
+        rounds = [json.loads(info.store.get(f"launch/{rank}")) for rank in range(info.world_size)]
+        self.attempt = 1 + max(attempt for attempt, _ in rounds)
+        self.addresses = [address for _, addresses in rounds for address in addresses]
+
+
+class AgreeingRendezvous(RendezvousHandler):
+    """torch's rendezvous over a ``TCPStore``, each round followed by an agreement.
+
+    Args:
+        handler: torch's.
+        agreement: is reached at the end of each round.
+    """
+
+    def __init__(self, handler: RendezvousHandler, agreement: Agreement) -> None:
+        self._handler = handler
+        self._agreement = agreement
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other launchers and agree with them."""
+        info = self._handler.next_rendezvous()
+        self._agreement.reach(info)
+        return info
+
+    def get_backend(self) -> str:
+        """Return the name under which this rendezvous is registered."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the workers use the launcher's store."""
+        return self._handler.use_agent_store
+
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """End the job for all launchers."""
+        self._handler.set_closed()  # type: ignore[no-untyped-call]
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many launchers wait for the next round."""
+        return self._handler.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Return the job's id."""
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Leave."""
+        return self._handler.shutdown()
+
+
+class WorkerEnvironments(DefaultLogsSpecs):
+    """Completes the environment variables of the workers just before they start.
+
+    torch asks this object for the places of the workers' logs, and hands it the variables to read and to extend.
+
+    Args:
+        agreement: of the launchers, reached in the round that starts the workers.
+        log_dir: folder for the error files of the workers.
+        before_restart: called before each start but the first, with the number of the attempt and the error files of
+            the last one by global rank.
+    """
+
+    def __init__(
+        self, agreement: Agreement, log_dir: str, before_restart: Callable[[int, dict[int, str]], Any]
+    ) -> None:
+        super().__init__(log_dir=log_dir)
+        self._agreement = agreement
+        self._before_restart = before_restart
+        self._error_files: dict[int, str] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Write ``TF_CONFIG`` and the agreed attempt into each worker's variables, and return where its logs go."""
+        if self._error_files:
+            self._before_restart(self._agreement.attempt, self._error_files)
+        for environment in envs.values():
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(self._agreement.attempt)
+            environment["TF_CONFIG"] = tf_config(self._agreement.addresses, int(environment["RANK"]))
+        places = super().reify(envs)
+        self._error_files = {int(envs[local_rank]["RANK"]): path for local_rank, path in places.error_files.items()}
+        return places
+
+
+def tf_config(addresses: list[str], rank: int) -> str:
+    """Return the ``TF_CONFIG`` of one worker.
+
+    Args:
+        addresses: ``host:port`` of each worker, in the order of ranks.
+        rank: which of them it is.
+    """
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+
+
+def free_ports(num_ports: int) -> list[int]:
+    """Return different ports that nothing uses now.
+
+    Args:
+        num_ports: how many.
+    """
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _create(parameters: RendezvousParameters) -> AgreeingRendezvous:
+    backend, store = create_backend(parameters)
+    return AgreeingRendezvous(create_handler(store, backend, parameters), parameters.config["agreement"])
+
+
+rendezvous_handler_registry.register(BACKEND, _create)

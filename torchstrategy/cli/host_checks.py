@@ -1,0 +1,147 @@
+"""The doctor's checks of this host: versions, cores, memory, files, GPUs.
+
+Each takes the host, and the job if it cares.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from torchstrategy.cli.host import Host
+from torchstrategy.cli.report import Finding, Status
+from torchstrategy.cluster_resolver.job import Job
+from torchstrategy.version import __version__
+
+__all__ = ["check_backends", "check_cores", "check_gpus", "check_open_files", "check_shared_memory", "check_versions"]
+
+_SECTION = "This host"
+_MIB = 1 << 20
+_SMALL_SHM_MIB = 64  # what container runtimes give by default
+_MIN_OPEN_FILES = 1024
+_FILES_PER_RANK = 4
+
+
+def check_versions(host: Host) -> Iterator[Finding]:
+    """State the versions that all hosts must share."""
+    versions = {"Python": platform.python_version(), "torchstrategy": __version__, "torch": torch.__version__}
+    versions |= {name: found for name in ("torch-xla", "numpy") if (found := _version(name))}
+    versions |= {"CUDA": host.cuda_version} if host.cuda_version else {}
+    versions |= {"NVIDIA driver": host.driver_version} if host.driver_version else {}
+    yield Finding("Versions", "versions", "info", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def check_backends(host: Host) -> Iterator[Finding]:
+    """Look for the backends of torch.distributed."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        remedy = "install a build of torch with distributed support: pip install torch"
+        yield Finding("Versions", "gloo", "FAIL", "this build of torch has no gloo: processes can't meet", remedy)
+    else:
+        yield Finding("Versions", "gloo", "ok", "available")
+    if dist.is_available() and dist.is_nccl_available():
+        yield Finding("Versions", "NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    elif host.driver_version is not None:
+        remedy = "install a CUDA build of torch: https://pytorch.org/get-started"
+        yield Finding("Versions", "NCCL", "warn", "not in this build of torch, but a driver is there", remedy)
+    else:
+        yield Finding("Versions", "NCCL", "info", "not in this build of torch")
+
+
+def check_cores(host: Host, job: Job | None) -> Iterator[Finding]:
+    """Compare threads with cores."""
+    yield Finding(_SECTION, "host", "info", f"{host.name}, {platform.platform(terse=True)}, {platform.machine()}")
+    setting = host.environ.get("OMP_NUM_THREADS")
+    num_workers = _local_size(job)
+    text = f"{host.num_cores} core(s), OMP_NUM_THREADS={setting or '(unset)'}"
+    share = max(1, host.num_cores // num_workers)
+    if setting is None and num_workers > 1:
+        text += f": each of {num_workers} processes starts {host.num_cores} threads"
+        yield Finding(_SECTION, "threads", "warn", text, f"export OMP_NUM_THREADS={share}")
+    elif setting is not None and setting.isdecimal() and int(setting) * num_workers > max(host.num_cores, num_workers):
+        text += f": {num_workers} process(es) want {int(setting) * num_workers} cores"
+        yield Finding(_SECTION, "threads", "warn", text, f"export OMP_NUM_THREADS={share}")
+    else:
+        yield Finding(_SECTION, "threads", "ok", text)
+
+
+def check_shared_memory(host: Host) -> Iterator[Finding]:
+    """Look at ``/dev/shm``, through which processes of one host and workers of data loaders pass tensors."""
+    remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    if host.shm_bytes is None:
+        yield Finding(_SECTION, "/dev/shm", "warn", "missing: data loaders with workers will fail", remedy)
+    elif host.shm_bytes <= _SMALL_SHM_MIB * _MIB:
+        text = f"{host.shm_bytes / _MIB:.0f} MiB: data loaders with workers run out of it (bus error)"
+        yield Finding(_SECTION, "/dev/shm", "warn", text, remedy)
+    else:
+        yield Finding(_SECTION, "/dev/shm", "ok", f"{host.shm_bytes / _MIB:.0f} MiB")
+
+
+def check_open_files(host: Host, job: Job | None) -> Iterator[Finding]:
+    """Compare the limit of open files with what connections to all ranks need."""
+    if host.max_open_files is None:
+        return
+    needed = max(_MIN_OPEN_FILES, 256 + _FILES_PER_RANK * (job.size if job else 1))
+    is_unlimited = host.max_open_files < 0
+    if is_unlimited or host.max_open_files >= needed:
+        yield Finding(_SECTION, "open files", "ok", "unlimited" if is_unlimited else f"up to {host.max_open_files}")
+    else:
+        text = f"up to {host.max_open_files}, of {needed} that connections and data loaders may need"
+        yield Finding(_SECTION, "open files", "warn", text, f"ulimit -n {needed}")
+
+
+def check_gpus(host: Host, job: Job | None) -> Iterator[Finding]:
+    """Compare the GPUs that torch sees with the processes that want one."""
+    visible = host.environ.get("CUDA_VISIBLE_DEVICES")
+    num_workers = _local_size(job)
+    if visible is not None and visible.strip() in ("", "-1") and host.cuda_version is not None:
+        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs: training runs on CPUs"
+        yield Finding(_SECTION, "GPUs", "warn", text, "unset CUDA_VISIBLE_DEVICES, unless you want CPUs")
+    elif host.num_gpus == 0 and host.driver_version is not None:
+        remedy = "python -c 'import torch; torch.zeros(1).cuda()' says why; or install a CUDA build of torch"
+        yield Finding(_SECTION, "GPUs", "warn", "there is an NVIDIA driver, but torch sees no GPU", remedy)
+    elif job is not None and num_workers > 1 and host.num_gpus:
+        yield _shared_gpus(host, job, num_workers, is_restricted=visible is not None)
+    elif host.num_gpus:
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding(_SECTION, "GPUs", "ok", f"{host.num_gpus}: {', '.join(names)}")
+    else:
+        yield Finding(_SECTION, "GPUs", "info", "none")
+
+
+def _shared_gpus(host: Host, job: Job, num_workers: int, *, is_restricted: bool) -> Finding:
+    found = f"{num_workers} processes on this host, {host.num_gpus} GPU(s)"
+    if job.local_rank is None and not is_restricted:
+        remedy = "give each process its own CUDA_VISIBLE_DEVICES, or start them with `torchstrategy launch`"
+        return Finding(_SECTION, "GPUs", "FAIL", f"{found}: each process takes all, as nothing numbers them", remedy)
+    if job.local_rank is None or host.num_gpus >= num_workers:
+        return Finding(_SECTION, "GPUs", "ok", found)
+    # A launcher may have given each process GPUs of its own; the process of the first number can't tell.
+    status: Status = "warn" if is_restricted and job.local_rank < host.num_gpus else "FAIL"
+    remedy = f"--nproc-per-node={host.num_gpus}, or CUDA_VISIBLE_DEVICES= to train on CPUs"
+    return Finding(_SECTION, "GPUs", status, found, remedy)
+
+
+def _local_size(job: Job | None) -> int:
+    """Return how many of the job's processes run on this host, as far as the launcher or the addresses say so."""
+    if job is None:
+        return 1
+    if job.local_size is not None:
+        return job.local_size
+    spec = job.cluster_spec
+    hosts = {
+        (kind, index): spec.task_address(kind, index).rpartition(":")[0]
+        for kind in {"chief", "worker"}.intersection(spec.jobs)
+        for index in spec.task_indices(kind)
+    }
+    return max(1, list(hosts.values()).count(hosts.get((str(job.task_type), job.task_id or 0), "")))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

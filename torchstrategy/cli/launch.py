@@ -1,0 +1,250 @@
+"""``torchstrategy launch``: a thin layer over torch's elastic launcher.
+
+It starts the workers of one host as ``torchrun`` does and sets ``torchrun``'s variables. It adds ``TF_CONFIG``, an
+attempt that all hosts agree on, errors in a few lines, and the promise that no worker outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+from torchstrategy.cli import failures, worker
+from torchstrategy.cli.elastic import BACKEND, Agreement, WorkerEnvironments, tf_config
+from torchstrategy.cli.host import num_usable_cores
+
+__all__ = ["add_arguments", "run"]
+
+_PORT = 29400  # torchrun's for a rendezvous endpoint without one
+_AT_START = "<chosen at the start>"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchstrategy launch``; those that ``torchrun`` has too mean the same.
+
+    Args:
+        parser: gets them.
+    """
+    _option(parser, "--nproc-per-node", "N", _num_workers, "auto", "workers on this host: a number, gpu, cpu or auto")
+    _option(parser, "--nnodes", "MIN[:MAX]", _num_hosts, "1", "hosts, each of which runs this command; default 1")
+    _option(parser, "--rdzv-endpoint", "HOST:PORT", str, None, f"where launchers meet, on one host (port {_PORT})")
+    _option(parser, "--rdzv-id", "NAME", str, "torchstrategy", "name of the job, the same on all hosts")
+    _option(parser, "--rdzv-conf", "K=V,...", _settings, "", "settings of torch's rendezvous, such as join_timeout=60")
+    _option(parser, "--local-addr", "HOST", str, None, "this host, as the others reach it; found out by default")
+    _option(parser, "--max-restarts", "R", _not_negative, "0", "how often failed workers are started again; default 0")
+    parser.add_argument("--dry-run", action="store_true", help="print what each worker would get, and start nothing")
+    parser.add_argument("--verbose", action="store_true", help="show torch's messages about its launcher")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
+    kind.add_argument("--run-path", action="store_true", help="the program is a file, which is the default")
+    parser.add_argument("program", help="a Python file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the workers and wait for them.
+
+    Args:
+        options: what ``add_arguments`` declares.
+
+    Returns:
+        0, the exit status of the worker that failed first, or 128 and a signal's number.
+
+    Raises:
+        ValueError: the program does not exist, or there are several hosts and no endpoint, or it does not resolve.
+    """
+    if not options.module and not os.path.exists(options.program):
+        raise ValueError(f"There is no file {options.program!r}. Did you mean `-m {options.program}`?")
+    if options.nnodes[1] > 1 and options.rdzv_endpoint is None:
+        raise ValueError(
+            "Several hosts need --rdzv-endpoint=HOST:PORT: one of the hosts, and a port that is free there. Give the "
+            "same to each of them."
+        )
+    endpoint = options.rdzv_endpoint or "localhost:0"
+    host = options.local_addr or _own_host(endpoint)
+    if options.dry_run:
+        sys.stdout.write(describe(options, host))
+        return 0
+    if os.environ.get("TF_CONFIG"):
+        _say("TF_CONFIG is set here; the workers get another one, of the workers that this command starts.")
+    return _launch(options, endpoint, host)
+
+
+def describe(options: argparse.Namespace, host: str) -> str:
+    """Return what each worker of this host would get.
+
+    Args:
+        options: what ``add_arguments`` declares.
+        host: this host's address.
+    """
+    num_local, (least, most) = options.nproc_per_node, options.nnodes
+    is_alone = most == 1
+    lines = [f"{num_local} worker(s) on this host, {least if least == most else f'{least} to {most}'} host(s)"]
+    for local_rank in range(num_local):
+        variables = {
+            "RANK": local_rank if is_alone else _AT_START,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": num_local if is_alone else _AT_START,
+            "LOCAL_WORLD_SIZE": num_local,
+            "MASTER_ADDR": host if is_alone else _AT_START,
+            "MASTER_PORT": _AT_START,
+            "OMP_NUM_THREADS": _num_threads(num_local),
+            "TF_CONFIG": tf_config([f"{host}:<port>"] * num_local, local_rank) if is_alone else _AT_START,
+        }
+        lines += [f"worker {local_rank}:", *(f"    {name}={value}" for name, value in variables.items())]
+    kind = ["-m"] if options.module else []
+    lines.append(" ".join(["each runs: python -u", *kind, options.program, *options.arguments]))
+    return "\n".join(lines) + "\n"
+
+
+def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
+    os.environ["OMP_NUM_THREADS"] = _num_threads(options.nproc_per_node)
+    agreement = Agreement(options.nproc_per_node, host)
+    with tempfile.TemporaryDirectory(prefix="torchstrategy_launch_") as folder, _torch_log(options) as last_error:
+        config = LaunchConfig(
+            min_nodes=options.nnodes[0],
+            max_nodes=options.nnodes[1],
+            nproc_per_node=options.nproc_per_node,
+            run_id=options.rdzv_id,
+            rdzv_backend=BACKEND,
+            rdzv_endpoint=endpoint,
+            rdzv_configs={**options.rdzv_conf, "agreement": agreement},
+            max_restarts=options.max_restarts,
+            local_addr=host,
+            logs_specs=WorkerEnvironments(
+                agreement,
+                folder,
+                lambda attempt, files: _say(failures.describe_restart(attempt, files, last_error)),
+            ),
+        )
+        kind = "-m" if options.module else "--"
+        command = ["-u", worker.__file__, str(os.getpid()), kind, options.program, *options.arguments]
+        # torch puts the local rank in the place of ${local_rank}; arguments are the program's own affair.
+        command = [part.replace("$", "$$") for part in command]
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            _say(failures.describe(error.failures))
+            return failures.exit_status(error.failures)
+        except RendezvousError as error:
+            _say(f"the launchers did not meet at {endpoint}: {_why_not_met(error)}")
+            return 1
+        except (SignalException, KeyboardInterrupt) as error:
+            number = signal.Signals(getattr(error, "sigval", signal.SIGINT))
+            _say(f"{number.name} received: the workers have ended.")
+            return 128 + number
+    return 0
+
+
+def _why_not_met(error: RendezvousError) -> str:
+    if isinstance(error, RendezvousTimeoutError):
+        return "not all hosts came in time. `--rdzv-conf=join_timeout=SECONDS` waits longer; 600 is the default."
+    if isinstance(error, RendezvousClosedError):
+        return "the job of this --rdzv-id has ended there."
+    reason = error.__cause__ or error
+    return f"{type(reason).__name__}: {reason}"
+
+
+@contextlib.contextmanager
+def _torch_log(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Keep torch's last error message instead of printing it, unless its messages are asked for."""
+    kept: list[str] = []
+    if options.verbose or "LOGLEVEL" in os.environ:
+        yield kept
+        return
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            kept[:] = [record.getMessage()]
+        return False
+
+    for logger in loggers:
+        logger.addFilter(keep)
+    try:
+        yield kept
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeFilter(keep)
+            logger.setLevel(level)
+
+
+def _own_host(endpoint: str) -> str:
+    """Return how the other hosts reach this one: the address of the interface that leads to the endpoint."""
+    name, port = parse_rendezvous_endpoint(endpoint, _PORT)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(name, port or _PORT, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ValueError(f"The host of --rdzv-endpoint={endpoint} does not resolve: {error}") from None
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        address = str(probe.getsockname()[0])
+    is_loopback = address.startswith("127.") or address == "::1"
+    # Debian's /etc/hosts gives a host's own name a loopback address, with which the others can do nothing.
+    return socket.getfqdn() if is_loopback and name not in ("localhost", "::1") and name[:4] != "127." else address
+
+
+def _num_threads(num_workers: int) -> str:
+    """Share the cores out: torch would start a thread for each core in every worker."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, num_usable_cores() // num_workers))
+
+
+def _option(
+    parser: argparse.ArgumentParser, name: str, metavar: str, kind: object, default: str | None, text: str
+) -> None:
+    names = dict.fromkeys([name, name[:2] + name[2:].replace("-", "_")])  # torchrun takes both
+    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)  # type: ignore[arg-type]
+
+
+def _num_workers(text: str) -> int:
+    try:
+        number = int(determine_local_world_size(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a number, gpu, cpu or auto: {error}") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1 worker. Received: {text}")
+    return number
+
+
+def _num_hosts(text: str) -> tuple[int, int]:
+    try:
+        least, most = parse_min_max_nnodes(text)
+    except (ValueError, RuntimeError):
+        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX. Received: {text}") from None
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"expected 1 <= MIN <= MAX. Received: {text}")
+    return least, most
+
+
+def _settings(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if not all(name.strip() and value for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,NAME=VALUE. Received: {text}")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number that is not negative. Received: {text}")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"torchstrategy launch: {text}\n")
+    sys.stderr.flush()
