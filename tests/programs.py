@@ -13,8 +13,10 @@ import torchstrategy as ts
 START_WEIGHT = -0.5542974286410899
 
 
-def strategy_for(devices: Sequence[str] | None) -> ts.Strategy:
+def strategy_for(devices: Sequence[str] | ts.Strategy | None) -> ts.Strategy:
     """``None`` means whatever the environment says (torchrun processes), ``[]`` the default strategy."""
+    if isinstance(devices, ts.Strategy):
+        return devices
     return ts.get_strategy() if devices is not None and not devices else ts.MirroredStrategy(devices)
 
 
@@ -77,7 +79,7 @@ def make_optimizer(name: str, parameters: object) -> torch.optim.Optimizer:
 
 
 def train(
-    devices: Sequence[str] | None,
+    devices: Sequence[str] | ts.Strategy | None,
     optimizer_name: str = "sgd",
     accumulation: int = 1,
     net: str = "smooth",

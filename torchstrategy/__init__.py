@@ -1,6 +1,7 @@
 """tf.distribute for PyTorch: one training program, any number of replicas."""
 
 from torchstrategy import (
+    cluster_resolver,
     config,
     data,
     errors,
@@ -45,6 +46,7 @@ from torchstrategy.strategies.default import (
     in_cross_replica_context,
 )
 from torchstrategy.strategies.mirrored import MirroredStrategy
+from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.strategy import Strategy
 from torchstrategy.values import DistributedValues, Mirrored, PerReplica
@@ -62,6 +64,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -76,6 +79,7 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "add_loss",
+    "cluster_resolver",
     "compute_average_loss",
     "config",
     "data",

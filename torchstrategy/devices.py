@@ -105,10 +105,16 @@ def tensor_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def full_device_name(device: torch.device) -> str:
-    """Return tf's full name, as in the guides' INFO lines."""
+def full_device_name(device: torch.device, job: str = "localhost", task: int = 0) -> str:
+    """Return tf's full name, as in the guides' INFO lines.
+
+    Args:
+        device: a replica's device.
+        job: the process's job in the cluster.
+        task: its index there.
+    """
     kind = {"cuda": "GPU", "xla": "TPU"}.get(device.type, device.type.upper())
-    return f"/job:localhost/replica:0/task:0/device:{kind}:{device.index or 0}"
+    return f"/job:{job}/replica:0/task:{task}/device:{kind}:{device.index or 0}"
 
 
 def _check_present(kind: str, index: int, name: str) -> None:

@@ -45,12 +45,32 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """Full names of the devices of this process's replicas."""
-        return tuple(full_device_name(device) for device in self._strategy.placement.devices)
+        return tuple(full_device_name(device, *self._strategy._task) for device in self._strategy.placement.devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """Full names of the devices that hold variables: those of the replicas."""
         return self.worker_devices
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints for the job: the chief does."""
+        return self._strategy.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries for the job: the chief does."""
+        return self._strategy.is_chief
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process runs the program by itself, as workers do."""
+        return self._strategy._is_multi_worker
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process makes initial values: all do, and take the chief's."""
+        return True
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Say whether a variable, or another recorded object, was made in the strategy's scope.

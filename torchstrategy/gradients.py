@@ -293,7 +293,7 @@ class GradientSummer:
         implementation = type(self._ops).__name__ if len(self._placement.devices) > 1 else ""
         packs = self._ops.num_packs or num_tensors if implementation else 0
         if self._workers is not None:
-            implementation = " then ".join(filter(None, [implementation, self._workers.implementation.value]))
+            implementation = " then ".join(filter(None, [implementation, self._workers.communication]))
             packs = num_buckets
         info_once(
             f"Gradient all_reduce: {num_tensors} tensors, num_replicas = {self._placement.num_replicas}, "

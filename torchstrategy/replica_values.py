@@ -50,14 +50,17 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         raise ValueError("Can't reduce None: the replica function returned nothing.")
     if isinstance(leaf, MirroredVariable):
         return _reduce_mirrored(op, leaf, axis)
+    num_values = strategy.num_replicas_in_sync
     if isinstance(leaf, (DistributedValues, DistributedVariable)):
         values = leaf.values
-    elif axis is None and (strategy.num_replicas_in_sync == 1 or len(strategy.placement.devices) > 1):
-        if op is ReduceOp.SUM and strategy.num_replicas_in_sync > 1:
+    elif axis is None and strategy.workers is not None:  # tf's rule: it counts once for each process
+        values, num_values = (_tensor_of(leaf),), strategy.workers.size
+    elif axis is None:
+        if op is ReduceOp.SUM and num_values > 1:
             raise ValueError(f"A non-DistributedValues value {leaf} cannot be reduced with the given reduce op {op}.")
         return leaf
     else:  # every local replica has it
-        values = (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf),) * len(strategy.placement.devices)
+        values = (_tensor_of(leaf),) * len(strategy.placement.devices)
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(
@@ -72,15 +75,22 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: Any) -> Any:
             strategy.placement.devices,
             strategy.cross_device_ops,
             strategy.workers,
-            strategy.num_replicas_in_sync,
+            num_values,
         )
+
+
+def _tensor_of(leaf: Any) -> Tensor:
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"Only tensors and numbers can be reduced. Received: {leaf!r}") from None
 
 
 def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
     """Concatenate one value of all replicas; ``Strategy.gather`` has the rules."""
     if isinstance(leaf, (DistributedValues, DistributedVariable)):
         values = leaf.values
-    elif len(strategy.placement.devices) == 1:
+    elif strategy.workers is not None:
         values = (leaf,)
     else:
         return leaf

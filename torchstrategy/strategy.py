@@ -56,6 +56,10 @@ class Strategy:
         check_every: number of runs between two searches for diverging replicas.
     """
 
+    #: Job and index of this process in the cluster, as its devices' names have them.
+    _task: tuple[str, int] = ("localhost", 0)
+    _is_multi_worker = False
+
     def __init__(
         self,
         placement: Placement,
@@ -209,8 +213,9 @@ class Strategy:
 
         Args:
             reduce_op: SUM or MEAN, or a string in any letter case.
-            value: a ``PerReplica`` of tensors, or a nested structure of them. A plain value with several replicas in
-                this process is what every replica has: MEAN returns it, SUM refuses it unless ``axis`` is given.
+            value: a ``PerReplica`` of tensors, or a nested structure of them. A plain value counts once for each
+                process where there are several, however many replicas they have, as in tf. In one process with several
+                replicas it is what every replica has: MEAN returns it, SUM refuses it unless ``axis`` is given.
             axis: ``None`` combines whole values of equal shape; an axis, or a tuple of them, combines over these as
                 well, right also where the replicas' sizes differ.
 
@@ -242,7 +247,8 @@ class Strategy:
 
         Args:
             value: a ``PerReplica`` of tensors, or a nested structure; sizes along ``axis`` may differ. A plain value
-                with several replicas in this process is returned as it is, as is any value of the only replica.
+                counts once for each process where there are several; in one process it is returned as it is, as is any
+                value of the only replica.
             axis: the axis to concatenate on, from 0.
 
         Returns:

@@ -67,6 +67,33 @@ def test_saved_by_processes_and_restored_with_any_strategy(process_pool, tmp_pat
         assert continued == [pytest.approx(final[0])]
 
 
+def save_into_own_directories(directory):
+    strategy = ts.MirroredStrategy()
+    objects = make(strategy)
+    own = os.path.join(directory, f"of_rank_{strategy.workers.rank}")
+    torch.nn.init.constant_(objects["model"].weight, strategy.workers.rank)
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(**objects), own, max_to_keep=2)
+    manager.save()
+    initial = ts.train.load_variable(own, "model.weight").tolist()
+    for _ in range(2):
+        strategy.run(train_step, args=(objects,))
+        manager.save()
+    objects["model"].weight.data.zero_()
+    assert manager.restore_or_initialize() == os.path.join(own, "ckpt-3")
+    saved = ts.train.load_variable(own, "model.weight")
+    return sorted(os.listdir(own)), initial, saved.tolist(), objects["model"].weight.tolist()
+
+
+def test_ranks_with_directories_of_their_own(process_pool, tmp_path):
+    """As tf's programs for several workers want it: each rank's directory is complete."""
+    first, second = process_pool(2).run(save_into_own_directories, str(tmp_path))
+    assert first == second
+    files, initial, saved, restored = first
+    assert initial == [[0.0, 0.0]]  # the chief's
+    assert files == ["checkpoint", "ckpt-2.pt", "ckpt-3.pt"]
+    assert saved == restored
+
+
 def save_where_the_chief_cannot(directory):
     objects = make(ts.MirroredStrategy())
     checkpoint = ts.train.Checkpoint(**objects)

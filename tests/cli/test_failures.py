@@ -76,7 +76,8 @@ def test_why_workers_start_again(tmp_path):
     assert "another host" in describe_restart(1, paths, [])
     text = describe_restart(1, paths, ["failed (exitcode: -9) local_rank: 1"])
     assert text == "starting the workers again (restart 1): a worker failed (exitcode: -9) local_rank: 1"
-    write_error(tmp_path / "0", "ReplicaFailedError: rank 1 failed", at_s=1.0)
+    write_error(tmp_path / "0", "ReplicaFailedError: Rank 1 does not answer.\n(This rank waited.)", at_s=1.0)
+    assert describe_restart(1, paths, []).endswith("(restart 1): Rank 1 does not answer.")
     write_error(tmp_path / "1", "ValueError: boom", at_s=2.0, frames=[("a.py", 3, "f")])
     assert describe_restart(2, paths, []).endswith("(restart 2): rank 1 failed: ValueError: boom at a.py:3 in f")
 

@@ -32,8 +32,8 @@ def test_bad_data_on_one_rank_is_named_on_the_other(process_pool):
 def test_a_killed_rank_is_named(process_pool):
     errors = errors_of(process_pool(2), programs.fails, "dies")
     assert isinstance(errors[0], ts.errors.ReplicaFailedError)
-    assert "rank 1: does not answer" in str(errors[0])
-    assert "all_reduce(SUM)" in str(errors[0])
+    assert "Rank 1 does not answer: its process has died" in str(errors[0])
+    assert "waiting for it in all_reduce(SUM)" in str(errors[0])
 
 
 def test_different_collectives_are_named_with_their_call_sites(process_pool):
@@ -98,7 +98,7 @@ def test_a_lost_rank_is_named(rank, how, expected):
     error = caught.value.errors[1 - rank]
     kind = ts.errors.DeadlineExceededError if how == "stop" else ts.errors.ReplicaFailedError
     assert isinstance(error, kind)
-    assert str(error).startswith("all_reduce(SUM)")
+    assert "all_reduce(SUM)" in str(error)
     assert expected in str(error).splitlines()[0]
 
 

@@ -22,7 +22,7 @@ _families: list[tuple[re.Pattern[str], Callable[..., Any]]] = []
 
 def run_cases(cases: list[Case], num_local: int, folder: str) -> dict[str, Any]:
     """Return what this rank's replicas get in each case, in the form of the figures, by id and source."""
-    strategy = ts.MirroredStrategy(cpu_devices(num_local) if num_local > 1 else None)
+    strategy = ts.MultiWorkerMirroredStrategy(devices=cpu_devices(num_local))
     results = {}
     for case in cases:
         for source in sources_of(case):

@@ -20,6 +20,7 @@ from tests.replicas.variable_programs import (
     SUM,
     Scale,
     assigned,
+    filled_by_its_layer,
     initial_values,
     own_number,
     train,
@@ -90,6 +91,10 @@ def test_processes_do_what_replicas_in_one_process_do(synchronization, aggregati
 def test_processes_take_the_chiefs_initial_value(process_pool):
     assert process_pool(2).run(initial_values, None) == [(22.0, [2.0])] * 2
     assert process_pool(2).run(initial_values, cpu_devices(2)) == [(44.0, [2.0, 2.0])] * 2
+    for devices in (None, cpu_devices(2)):
+        first, second = process_pool(2).run(filled_by_its_layer, devices)
+        assert first == second
+        assert first[0] == [0.0] * 3 != first[1]
 
 
 # a tensor

@@ -43,6 +43,18 @@ def initial_values(devices):
     return float(variable.read_value()), [float(v) for v in strategy.experimental_local_results(made)]
 
 
+def filled_by_its_layer(devices):
+    """A variable that gets random numbers in place, after it was made, other ones on each process."""
+    strategy = strategy_for(devices)
+    torch.manual_seed(strategy.workers.rank)
+    with strategy.scope(), torch.no_grad():
+        variable = ts.Variable(torch.zeros(3))
+        made = variable.read_value().tolist()
+        nn.init.normal_(variable)
+    strategy.run(lambda: None)
+    return made, variable.tolist()
+
+
 class Scale(nn.Module):
     """A layer in the style of tf: variables as attributes."""
 

@@ -1,22 +1,33 @@
-"""What the processes of a job tell each other when one of them writes a checkpoint, or all read one."""
+"""What the processes of a job tell each other when they write a checkpoint or read one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["agree_on_restore", "agree_on_write"]
+__all__ = ["agree_on_restore", "write_together"]
 
 
-def agree_on_write(strategy: Any, path: str, failure: Exception | None) -> None:
-    """Wait for the chief; raise on every process if it failed."""
-    if strategy.workers is not None:
-        name = os.path.basename(path)
-        report = strategy.workers.exchange(f"writing of checkpoint {name}", _describe(failure))[0]
-        if report is not None:
-            raise RuntimeError(f"Rank 0 could not write the checkpoint {path}: {report}") from failure
-    elif failure is not None:
-        raise failure
+def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
+    """Let the chief write a checkpoint, then each process that was given a path of its own, as in tf's guide.
+
+    Raises:
+        RuntimeError: a process could not write; every process raises it.
+    """
+    if strategy.workers is None:
+        write()
+        return
+    place = os.path.abspath(path)
+    operation = f"writing of checkpoint {os.path.basename(path)}"
+    failure = _failure_of(write) if strategy.is_chief else None
+    reports = strategy.workers.exchange(operation, [place, _describe(failure)])
+    _raise_first(reports, failure)
+    place_of_chief = reports[0][0]
+    if any(other != place_of_chief for other, _ in reports):
+        strategy._take_up_new()  # before the first run the others' initial values are still their own
+        failure = _failure_of(write) if place != place_of_chief else None
+        _raise_first(strategy.workers.exchange(operation, [place, _describe(failure)]), failure)
 
 
 def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
@@ -40,6 +51,20 @@ def _raise_different_paths(names: list[str]) -> NoReturn:
         f"The ranks would restore different checkpoints:\n{rows}\nThe directory must be on a file system that all "
         "hosts share."
     )
+
+
+def _failure_of(write: Callable[[], None]) -> Exception | None:
+    try:
+        write()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
+        return error
+    return None
+
+
+def _raise_first(reports: list[Any], own: Exception | None) -> None:
+    for rank, (place, report) in enumerate(reports):
+        if report is not None:
+            raise RuntimeError(f"Rank {rank} could not write the checkpoint {place}: {report}") from own
 
 
 def _describe(error: Exception | None) -> str | None:

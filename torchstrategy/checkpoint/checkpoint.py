@@ -1,7 +1,7 @@
 """Saving and restoring named objects, with any strategy or none.
 
 In cross-replica context a mirrored object's ``state_dict`` is replica 0's and its ``load_state_dict`` acts on all
-replicas, so nothing here copies between replicas. The chief writes; the other processes wait for its word.
+replicas, so nothing here copies between replicas. The chief writes, and the other processes wait for its word.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchstrategy.checkpoint.agreement import agree_on_restore, agree_on_write
+from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.restoration import Restoration, join
@@ -34,8 +34,9 @@ class Checkpoint:
     generators, tensors, anything with ``state_dict`` and ``load_state_dict``, other checkpoints, and dicts, lists and
     tuples of these. They are attributes of the checkpoint: ``checkpoint.model``. A number goes into a tensor.
 
-    Every process calls ``save`` and ``restore``, in cross-replica context; the chief alone writes. A metric is saved
-    as what all its replicas accumulated, and so is a variable that is aggregated when it is read.
+    Every process calls ``save`` and ``restore``, in cross-replica context. The chief writes; a process that is given
+    another path than the chief writes there too, as tf's programs for several workers expect. A metric is saved as what
+    all its replicas accumulated, and so is a variable that is aggregated when it is read.
 
     An object may be attached after ``restore``: it then gets what the checkpoint holds for its name, which waits in
     memory until then.
@@ -279,21 +280,19 @@ class Checkpoint:
         _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
         strategy = _strategy_of(tracked)
-        # What needs all processes comes first: after it only the chief works, and any error of its own is reported.
+        # What needs all processes comes first: after it they write one after another, and report what went wrong.
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
-        failure: Exception | None = None
-        if strategy.is_chief:
-            try:
-                for name, item in tracked.items():
-                    if name not in states:
-                        states[name] = item.capture(strategy)
-                objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
-                # A program that numbers its checkpoints itself has no counter to store.
-                write_checkpoint(path + SUFFIX, {"save_counter": self._save_counter or None, "objects": objects})
-                finish()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
-                failure = error
-        agree_on_write(strategy, path, failure)
+
+        def write() -> None:
+            for name, item in tracked.items():
+                if name not in states:
+                    states[name] = item.capture(strategy)
+            objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
+            # A program that numbers its checkpoints itself has no counter to store.
+            write_checkpoint(path + SUFFIX, {"save_counter": self._save_counter or None, "objects": objects})
+            finish()
+
+        write_together(strategy, path, write)
 
 
 def _walk(name: str, value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

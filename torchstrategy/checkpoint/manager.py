@@ -19,9 +19,9 @@ _SECONDS_PER_HOUR = 3600.0
 class CheckpointManager:
     """Saves numbered checkpoints to one directory and deletes old ones.
 
-    Every process makes one and calls its methods; the chief alone writes and deletes. A new manager knows the
-    checkpoints that the directory's earlier manager kept. Call ``restore_or_initialize`` before saving to go on
-    with their numbering.
+    Every process makes one and calls its methods; the chief writes and deletes, and so does a process with a directory
+    of its own. A new manager knows the checkpoints that the directory's earlier manager kept. Call
+    ``restore_or_initialize`` before saving to go on with their numbering.
 
     Args:
         checkpoint: what to save.
@@ -218,5 +218,7 @@ class CheckpointManager:
 def _delete(path: str) -> None:
     try:
         os.unlink(path)
+    except FileNotFoundError:
+        pass  # the program has deleted it, as tf's tutorial for several workers does
     except OSError as error:  # the new checkpoint is complete; an old one that stays only takes room
         logger.warning("Could not delete the old checkpoint %s: %s", path, error)

@@ -61,8 +61,10 @@ def describe_restart(attempt: int, error_files: Mapping[int, str], last_error: S
         last_error: torch's last error message, or nothing.
     """
     errors = {rank: error for rank, path in error_files.items() if (error := _read(path)) is not None}
-    causes = {rank: error for rank, error in errors.items() if not error.message.startswith(_CONSEQUENCE)} or errors
-    if causes:
+    causes = {rank: error for rank, error in errors.items() if not error.message.startswith(_CONSEQUENCE)}
+    if errors and not causes:  # the first cause left no record, but the others know it
+        reason = next(iter(errors.values())).message.splitlines()[0].removeprefix(f"{_CONSEQUENCE}: ")
+    elif causes:
         rank, error = min(causes.items(), key=lambda item: os.stat(error_files[item[0]]).st_mtime_ns)
         place = f" at {error.place}" if error.place else ""
         reason = f"rank {rank} failed: {error.message.splitlines()[0]}{place}"

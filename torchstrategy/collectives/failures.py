@@ -1,212 +1,258 @@
-"""Who failed, who left and where each rank is: a watcher thread on each rank over the job's key-value store.
+"""Who failed, who left and where each rank is: what the processes of a job tell each other beside their collectives.
 
-A rank that fails says so in the store before it raises. The watcher of every other rank sees it within a fraction of
-a second, also while its main thread is blocked in a collective, which then raises an error that names the rank. Only
-the watcher talks to the store, so that no other thread hangs with it.
+A rank that fails says so over the control plane before it raises. The others know within milliseconds, also while
+their main threads are blocked in a collective, which then raises an error that names the rank.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
-import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torchstrategy.collectives.control import ControlPlane, heartbeat_seconds
+from torchstrategy.collectives.control_peer import Message
 from torchstrategy.errors import DisagreementError, ReplicaFailedError
 from torchstrategy.log import logger
 
 __all__ = ["FailureWatch", "describe"]
 
-_POLL_S = 0.2
 _ANSWER_S = 2.0
-_STORE_S = 4.0
+_FELLOWS_S = 10.0
+_ASK_AGAIN_S = 0.05
+_MAX_TEXT = 2000
+_MAX_FRAMES = 12
 _LEFT = "has ended its program"
-_SILENT = "does not answer (killed, stopped or cut off)"
-_UNKNOWN = "can't be asked, because the job's store does not answer"
+_DIED = "does not answer: its process has died (its connection closed)"
+_SILENT = "does not answer: stopped or cut off (no sign of life for {:g} s)"
+_NO_ANSWER = "does not answer (killed, stopped or cut off)"
+_CUT_OFF = "can't be asked: the first rank of this host, through which its ranks talk, is gone"
+
+Record = dict[str, Any]
 
 
 class FailureWatch:
     """Reports this rank's failure and learns of the others'; one for each process of a job.
 
     Args:
-        store: a connection of the watcher's own; no other thread may use it.
+        store: where the processes find one another; with a prefix of its own.
         rank: this process's id.
-        size: processes in the job.
-        store_host: the rank that hosts the store; ``None`` if the launcher does.
+        hosts: for each rank the number of its host.
+        address: this process's address, as the others can reach it.
+        timeout_s: seconds in which all processes must be connected.
+
+    Raises:
+        OSError: another process can't be reached.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, store_host: int | None = None) -> None:
-        self._store = store
-        self._store_host = store_host
+    def __init__(self, store: Store, rank: int, hosts: Sequence[int], address: str, timeout_s: float) -> None:
         self._rank = rank
-        self._size = size
-        #: The first failure in the job that this rank knows of.
-        self.failure: dict[str, Any] | None = None
+        self._size = len(hosts)
+        self._main_thread = threading.get_ident()
         #: What this rank is doing, for the others' error messages.
         self.position = "start-up"
         #: How many collectives this rank has begun, in all groups.
         self.num_collectives = 0
+        self._changed = threading.Condition()
         self._round = 0  # counts the failures that all ranks had in common, and outlived
-        self._reported = False
-        self._aware = False
-        self._answered = 0
-        self._stop = threading.Event()
-        self._requests: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name="torchstrategy-failure-watch", daemon=True)
-        self._thread.start()
+        self._failures: defaultdict[int, dict[int, Record]] = defaultdict(dict)  # by round, by rank
+        self._first: Record | None = None
+        self._aware: dict[int, int] = {}  # ranks that know of this one's failure: how many collectives they have begun
+        self._silent: set[int] = set()
+        self._absent: dict[int, str] = {}  # ranks that left or died
+        self._num_questions = 0
+        self._answers: dict[int, str] = {}
+        self._is_closed = False
+        self._plane = ControlPlane(
+            store,
+            rank,
+            hosts,
+            address,
+            on_message=self._receive,
+            on_lost=self._lose,
+            on_back=self._find_again,
+            timeout_s=timeout_s,
+        )
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         atexit.register(self.close)
 
+    @property
+    def failure(self) -> Record | None:
+        """The first failure in the job that this rank knows of."""
+        if self._first is None and self._silent:
+            first, *others = sorted(self._silent)
+            how = _SILENT.format(heartbeat_seconds())
+            if others:
+                how += f"; nor {'does' if len(others) == 1 else 'do'} {_ranks(others)}"
+            return _lost_record(first, how)
+        return self._first
+
     def report(self, operation: str, error: BaseException, replica_id: int | None = None) -> None:
         """Tell the other ranks that this one failed, and wait until they know (at most 2 s)."""
-        if self._reported or isinstance(error, (ReplicaFailedError, DisagreementError)):
+        if self._rank in self._failures[self._round] or isinstance(error, (ReplicaFailedError, DisagreementError)):
             return  # the latter two are raised on every rank
-        self._reported = True
         record = {
             "rank": self._rank,
             "replica": replica_id,
             "operation": operation,
-            "error": f"{type(error).__name__}: {error}"[:2000],
+            "error": f"{type(error).__name__}: {error}"[:_MAX_TEXT],
             "num_collectives": self.num_collectives,
         }
-        self.failure = self.failure or record
-        if self._ask(lambda: self._publish(record)) is None:
-            logger.warning("Could not tell the other ranks of the failure: the job's store is gone.")
+        with self._changed:
+            self._failures[self._round][self._rank] = record
+            self._first = self._first or record
+            self._aware = {self._rank: self.num_collectives}
+            self._plane.post("failed", [self._round, record])
+            self._wait(lambda: len(self._aware.keys() | self._absent.keys()) == self._size, _ANSWER_S)
 
     def recover(self) -> bool:
         """Go on after a failure that all ranks had at the same point, as when all raise the same error in ``run``.
 
+        If this rank has failed, it waits for the others to fail or to begin another collective, at most 10 s.
+
         Returns:
             Whether the failure is over: no rank waits for another one.
         """
-        return bool(self._ask(self._end_round))
+        with self._changed:
+            failures = self._failures[self._round]
+            own = failures.get(self._rank)
+            if own is None:
+                return False
+            # The others may be about to fail as well, unless they are in a later collective already.
+            deadline = time.monotonic() + _FELLOWS_S
+            while len(failures) < self._size and not self._absent and time.monotonic() < deadline:
+                if any(count > own["num_collectives"] for count in self._aware.values()):
+                    return False
+                self._plane.post("aware?", self._round)
+                self._wait(lambda: len(failures) == self._size, _ASK_AGAIN_S)
+            counts = {record["num_collectives"] for record in failures.values()}
+            if len(failures) < self._size or len(counts) > 1:
+                return False
+            self._round += 1
+            self._first = next(iter(self._failures[self._round].values()), None)
+            return self._first is None
 
-    def wait_for_report(self, seconds: float) -> dict[str, Any] | None:
-        """Return the failure that another rank reported, giving it a moment to arrive."""
-        deadline = time.monotonic() + seconds
-        while self.failure is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+    def wait_for_report(self, seconds: float) -> Record | None:
+        """Return the failure that another rank reported, giving it a moment to arrive; at once if a rank has left."""
+        with self._changed:
+            self._wait(lambda: self.failure is not None or bool(self._absent), seconds)
         return self.failure
 
     def where_is_everyone(self) -> str:
         """Ask every rank what it is doing.
 
         Returns:
-            A sentence about the ranks that left or do not answer, if there are any, then one line for each rank.
+            A sentence about the ranks that left or do not answer, if there are any; which ranks have arrived where this
+            one waits; then the place of each rank, and the stack of each one that is elsewhere and answers.
         """
-        places: list[str] | None = self._ask(self._locate)
-        if places is None:
-            places = [_SILENT if self._store_host == 0 and rank == 0 else _UNKNOWN for rank in range(self._size)]
-            places[self._rank] = self.position
-        headlines = [f"Rank {rank} {place}. " for rank, place in enumerate(places) if place in (_LEFT, _SILENT)]
-        rows = [f"  rank {rank}: {place}" for rank, place in enumerate(places)]
-        return "\n".join(["".join(headlines) + "Where each rank is:", *rows])
+        with self._changed:
+            self._num_questions += 1
+            self._answers = {self._rank: self.position}
+            self._plane.post("where?", self._num_questions)
+            self._wait(lambda: len(self._answers.keys() | self._absent.keys()) == self._size, _ANSWER_S)
+            unknown = _NO_ANSWER if self._plane.is_connected else _CUT_OFF
+            answers = {**dict.fromkeys(range(self._size), unknown), **self._absent, **self._answers}
+            silent = _SILENT.format(heartbeat_seconds())
+            answers |= dict.fromkeys(self._silent - self._answers.keys(), silent)
+        lines = [answers[rank].splitlines() for rank in range(self._size)]
+        gone = "".join(f"Rank {r} {line[0]}. " for r, line in enumerate(lines) if line[0].startswith(("has", "does")))
+        own = _without_site(lines[self._rank][0])
+        arrived = [rank for rank, (place, *_) in enumerate(lines) if _without_site(place) == own]
+        not_known = [rank for rank, (place, *_) in enumerate(lines) if place == _CUT_OFF]
+        others = [rank for rank in range(self._size) if rank not in (*arrived, *not_known)]
+        count = f"Arrived: {_ranks(arrived)}. Not arrived: {_ranks(others)}. " if own.startswith("in ") else ""
+        if count and not_known:
+            count += f"Not known: {_ranks(not_known)}. "
+        rows = []
+        for rank, (place, *stack) in enumerate(lines):
+            rows += [f"  rank {rank}: {place}", *(f"    {frame}" for frame in stack if rank in others)]
+        return "\n".join([f"{gone}{count}Where each rank is:", *rows])
 
     def close(self) -> None:
-        """Stop watching; the store then says that this rank left."""
-        if self._stop.is_set():
+        """Stop watching; the other ranks learn that this one left."""
+        if self._is_closed:
             return
-        if not self._reported:
-            self._ask(lambda: self._store.set(f"left/{self._rank}", "1"))
-        self._stop.set()
+        self._is_closed = True
         atexit.unregister(self.close)
         # A bound method is made anew on each access, so compare what it is bound to.
         if getattr(sys.excepthook, "__self__", None) is self:
             sys.excepthook = self._previous_hook
-        self._thread.join(timeout=2)
+        self._plane.close()
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        """Let the watcher carry out a request; ``None`` if the store does not answer."""
-        future: Future[Any] = Future()
-        self._requests.put((future, request))
-        if not self._thread.is_alive():
-            return None
-        try:
-            return future.result(timeout=_STORE_S)
-        except (FutureTimeoutError, CancelledError):
-            return None
+    # --- in the control plane's thread
 
-    def _watch(self) -> None:
-        future: Future[Any] | None = None
-        try:
-            while not self._stop.is_set():
-                try:
-                    future, request = self._requests.get(timeout=_POLL_S)
-                    future.set_result(request())
-                except queue.Empty:
-                    pass
-                self._look()
-        except (DistError, RuntimeError):
-            logger.debug("The job's store is gone; no longer watching for failures.")
-            if future is not None:
-                future.cancel()
+    def _receive(self, sender: int, message: Message) -> None:
+        kind, body = message["kind"], message["body"]
+        if kind == "where?":
+            self._plane.post("where", [body, "\n".join([self.position, *self._stack()])], to=sender)
+            return
+        with self._changed:
+            if kind == "failed":
+                self._learn(sender, *body)
+            elif kind == "aware?":
+                self._plane.post("aware", [body, self.num_collectives], to=sender)
+            elif kind == "aware" and body[0] == self._round:
+                self._aware[sender] = body[1]
+            elif kind == "where" and body[0] == self._num_questions:
+                self._answers[sender] = body[1]
+            elif kind == "left":
+                self._absent[sender] = _LEFT
+            self._changed.notify_all()
 
-    def _look(self) -> None:
-        """Learn of a failure; answer a rank that asks where everyone is."""
-        if not self._aware and self._store.check([self._key("failure/1")]):
-            self._learn()
-        asked = self._store.add("where", 0)
-        if asked > self._answered:
-            self._answered = asked
-            self._store.set(f"where/{asked}/{self._rank}", self.position)
-
-    def _learn(self) -> None:
-        record = json.loads(self._store.get(self._key("failure/1")))
-        self._aware = True
-        self._store.add(self._key("aware"), 1)
-        if self.failure is None:
-            self.failure = record
+    def _learn(self, sender: int, round_: int, record: Record) -> None:
+        self._failures[round_][sender] = record
+        self._plane.post("aware", [round_, self.num_collectives], to=sender)
+        if round_ == self._round and self._first is None:
+            self._first = record
             logger.error(describe(record))
 
-    def _publish(self, record: dict[str, Any]) -> bool:
-        ticket = self._store.add(self._key("failures"), 1)
-        self._store.set(self._key(f"failure/{ticket}"), json.dumps(record))
-        self._until(lambda: self._store.add(self._key("aware"), 0) >= self._size)
-        return True
-
-    def _end_round(self) -> bool:
-        if self._store.add(self._key("failures"), 0) < self._size:
-            return False
-        keys = [self._key(f"failure/{ticket}") for ticket in range(1, self._size + 1)]
-        records = [json.loads(self._store.get(key)) for key in keys]
-        if len({record["num_collectives"] for record in records}) > 1:
-            return False
-        self._round += 1
-        self.failure, self._reported, self._aware = None, False, False
-        return True
-
-    def _locate(self) -> list[str]:
-        ticket = self._store.add("where", 1)
-        self._until(lambda: _SILENT not in [self._place(ticket, rank) for rank in range(self._size)])
-        return [self._place(ticket, rank) for rank in range(self._size)]
-
-    def _place(self, ticket: int, rank: int) -> str:
-        key = f"where/{ticket}/{rank}"
-        if self._store.check([key]):
-            return str(self._store.get(key).decode())
-        return _LEFT if self._store.check([f"left/{rank}"]) else _SILENT
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition, but not long; serve the other ranks meanwhile, which may wait for this one."""
-        deadline = time.monotonic() + _ANSWER_S
-        while True:
-            self._look()
-            if condition() or time.monotonic() > deadline:
+    def _lose(self, rank: int, *, closed: bool) -> None:
+        with self._changed:
+            if rank in self._absent or (rank in self._silent and not closed):
                 return
-            time.sleep(0.02)
+            if closed:
+                self._silent.discard(rank)
+                self._absent[rank] = _DIED
+                self._first = self._first or _lost_record(rank, _DIED)
+            else:
+                self._silent.add(rank)
+            self._changed.notify_all()
+        logger.error("Rank %d %s.", rank, _DIED if closed else _SILENT.format(heartbeat_seconds()))
 
-    def _key(self, name: str) -> str:
-        return f"{self._round}/{name}"
+    def _find_again(self, rank: int) -> None:
+        with self._changed:
+            if rank not in self._silent:
+                return
+            self._silent.discard(rank)
+        logger.warning("Rank %d answers again.", rank)
+
+    def _stack(self) -> list[str]:
+        """Return where the program is, innermost call last."""
+        frame = sys._current_frames().get(self._main_thread)
+        if frame is None:
+            return []
+        summary = traceback.extract_stack(frame)[-_MAX_FRAMES:]
+        return [f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}" for entry in summary]
+
+    # --- elsewhere
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for a condition that the control plane's thread brings about; the lock is held."""
+        deadline = time.monotonic() + seconds
+        while not condition() and self._plane.is_connected:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            self._changed.wait(min(remaining, 0.2))
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # KeyboardInterrupt goes to all ranks of a terminal by itself.
@@ -215,7 +261,21 @@ class FailureWatch:
         self._previous_hook(kind, error, trace)
 
 
-def describe(record: dict[str, Any]) -> str:
+def describe(record: Record) -> str:
     """Return one sentence for a failure record."""
+    if record["operation"] is None:
+        return f"Rank {record['rank']} {record['error']}."
     replica = "" if record["replica"] is None else f" (replica {record['replica']})"
     return f"Rank {record['rank']}{replica} failed in {record['operation']}: {record['error']}"
+
+
+def _lost_record(rank: int, how: str) -> Record:
+    return {"rank": rank, "replica": None, "operation": None, "error": how, "num_collectives": -1}
+
+
+def _without_site(place: str) -> str:
+    return place.rpartition(" at ")[0]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "none"

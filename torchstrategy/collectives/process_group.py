@@ -1,8 +1,9 @@
-"""Collectives between processes, over process groups of the library's own.
+"""Collectives between processes: records, checks and errors. Data travels over planes, which ``routes`` chooses.
 
 Before any data moves, every rank brings a record of what it is about to do (sequence number, operation, signature,
 call site) over connections of the library's own. Ranks that disagree all raise an error that says what each one
-brought; gloo itself returns garbage or aborts. The user's default process group is neither needed nor touched.
+brought; gloo itself returns garbage or aborts. A user's small tensors travel in the same message. The user's default
+process group is neither needed nor touched.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.call_site import call_site
+from torchstrategy.collectives.connections import Check
+from torchstrategy.collectives.data_planes import Wait, from_bytes, to_bytes
 from torchstrategy.collectives.failures import describe
 from torchstrategy.collectives.packing import pack, plan_buckets, unpack
-from torchstrategy.collectives.records import RecordMesh
+from torchstrategy.collectives.records import connect_records
 from torchstrategy.collectives.rendezvous import Meeting
+from torchstrategy.collectives.routes import choose_implementation, make_routes
+from torchstrategy.collectives.summing import is_addable, sum_in_order
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, InvalidArgumentError, ReplicaFailedError
-from torchstrategy.log import warn_once
-from torchstrategy.options import CommunicationImplementation, CommunicationOptions
+from torchstrategy.log import info_once, set_rank, show_info, warn_once
+from torchstrategy.options import CommunicationOptions
 
 __all__ = ["WorkerGroup"]
 
-_POLL = timedelta(milliseconds=500)
 _DEFAULT_TIMEOUT_S = 1800.0
 _GRACE_S = 3.0
 _BROADCAST_BYTES = 32 << 20
@@ -44,31 +47,50 @@ class WorkerGroup:
 
     Args:
         meeting: the processes.
-        device_type: ``"cuda"`` carries data over NCCL, anything else over gloo.
+        device_type: of the replicas; ``"cuda"`` lets ``AUTO`` take NCCL.
         options: implementation and timeout.
+        hierarchical: whether processes of one host share memory for tensors on the CPU, also if ``RING`` is asked
+            for; ``None`` leaves it to the implementation, ``False`` forbids it.
 
     Raises:
-        ValueError: NCCL is asked for with CPU devices.
+        ValueError: NCCL is asked for with CPU devices, or a communication that is not registered.
     """
 
-    def __init__(self, meeting: Meeting, device_type: str, options: CommunicationOptions) -> None:
-        store, rank, size = meeting.store, meeting.rank, meeting.size
-        self.rank = rank
-        self.size = size
-        self._timeout_s = options.timeout_seconds or _DEFAULT_TIMEOUT_S
+    def __init__(
+        self, meeting: Meeting, device_type: str, options: CommunicationOptions, *, hierarchical: bool | None = None
+    ) -> None:
+        self.implementation = choose_implementation(options.implementation, device_type)
+        self.rank = meeting.rank
+        self.size = meeting.size
+        self._timeout_s = options.deadline_seconds or _DEFAULT_TIMEOUT_S
         self._sequence = 0
         self._broken = ""
         self.watch = meeting.watch
-        self._records = RecordMesh(PrefixStore("records", store), meeting.host, rank, size, self._timeout_s)
+        operation = "making the connections of a strategy"
+        check = self._checker(operation)
+        store = PrefixStore("records", meeting.store)
+        try:
+            self._records = connect_records(
+                store, meeting.host, self.rank, self.size, meeting.hosts, self._timeout_s, check
+            )
+        except OSError as error:
+            self._raise_lost(operation, error)
         # Our own deadline comes first: it can say who did not arrive. gloo's must follow soon, because the process
         # can't end while gloo waits.
         timeout = timedelta(seconds=self._timeout_s + _GRACE_S)
-        self._data: Any = dist.ProcessGroupGloo(PrefixStore("data", store), rank, size, timeout)
-        self._nccl: Any = None
-        self.implementation = _choose(options.implementation, device_type)
-        if self.implementation is CommunicationImplementation.NCCL:
-            nccl_options = dist.ProcessGroupNCCL.Options()
-            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
+        exchange = functools.partial(self.exchange, operation)
+        self.routes = make_routes(
+            self.implementation, meeting, self._records, exchange, check, timeout, hierarchical=hierarchical
+        )
+        show_info()
+        set_rank(self.rank)
+        ways = "; ".join(self.routes.lines)
+        info_once(f"Communication between {self.size} processes ({self.communication}): {ways}.")
+
+    @property
+    def communication(self) -> str:
+        """The name of the implementation."""
+        return self.implementation if isinstance(self.implementation, str) else self.implementation.name
 
     def exchange(self, operation: str, payload: Any) -> list[Any]:
         """Give every rank every rank's payload, after checking that all are in the same operation.
@@ -85,15 +107,24 @@ class WorkerGroup:
             ReplicaFailedError: another rank failed or is gone.
             DeadlineExceededError: not all ranks arrived in time.
         """
+        return self._exchange(operation, payload)[0]
+
+    def _exchange(self, operation: str, payload: Any, data: bytes | None = None) -> tuple[list[Any], list[bytes]]:
+        """Exchange payloads, and data that travels along; a rank that brings none has empty data."""
         self._sequence += 1
         self.watch.num_collectives += 1
         site = call_site()
         self.watch.position = f"in {operation} (collective number {self._sequence}) at {site}"
-        body = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode()
-        records = self._exchange_bytes(body, operation)
+        head = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode() + b"\n"
+        bodies = self._exchange_bytes(head + data if data else head, operation)
         self.watch.position = f"after {operation} (collective number {self._sequence}) at {site}"
-        if all(record == body for record in records):
-            return [payload] * self.size
+        if all(body.startswith(head) for body in bodies):
+            return [payload] * self.size, [body[len(head) :] for body in bodies]
+        if any(not body.startswith(b"[") for body in bodies):
+            self._broken = f"the ranks lost step in {operation}"
+            raise DisagreementError(f"{operation}: this rank compares records while another one sends data.")
+        # JSON has no line breaks.
+        records, _, parts = zip(*(body.partition(b"\n") for body in bodies), strict=True)
         rows = [json.loads(record) for record in records]
         if any(row[:2] != rows[0][:2] for row in rows):
             raise DisagreementError(
@@ -109,7 +140,7 @@ class WorkerGroup:
                 + "\nIf a rank has left out a call, or made one more, values of different calls are combined. Every "
                 "rank must make the same collective calls in the same order."
             )
-        return [row[3] for row in rows]
+        return [row[3] for row in rows], list(parts)
 
     def report_failure(self, operation: str, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that none waits for it."""
@@ -121,9 +152,7 @@ class WorkerGroup:
         Raises:
             InvalidArgumentError: they do not.
         """
-        brought = self.exchange(operation, signature)
-        if any(other != brought[0] for other in brought):
-            raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{_differences(brought)}")
+        _check_equal(self.exchange(operation, signature), operation, what)
 
     def all_reduce(self, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
         """Return the sum over ranks of each tensor, each in memory of its own.
@@ -131,21 +160,35 @@ class WorkerGroup:
         Raises:
             InvalidArgumentError: number, shapes or dtypes differ between ranks.
         """
-        self.agree(operation, [_signature(tensor) for tensor in tensors], "number, shapes and dtypes of tensors")
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        results: list[Tensor] = list(tensors)
-        for index, tensor in enumerate(tensors):
-            if tensor.is_sparse:
-                results[index] = self.sum_sparse(tensor, operation)
-            else:
-                groups.setdefault((tensor.dtype, tensor.device), []).append(index)
-        for (dtype, _), indices in groups.items():
+        signatures = [_signature(tensor) for tensor in tensors]
+        groups = _group(tensors)
+        data = self._with_record(tensors, groups)
+        brought, parts = self._exchange(operation, signatures, data)
+        _check_equal(brought, operation, "number, shapes and dtypes of tensors")
+        results = list(tensors)
+        offset = 0
+        for dtype, indices in groups:
             members = [tensors[i] for i in indices]
-            flat = pack(members).to(_ADDED_AS.get(dtype, dtype))
-            self.start_sum(flat, operation)()
-            for i, summed in zip(indices, unpack(flat, members), strict=True):
-                results[i] = summed.to(dtype, copy=True)  # a view of `flat` would make in-place changes an error
+            if members[0].is_sparse:
+                sums = [self.sum_sparse(member, operation) for member in members]
+            elif data is None:
+                sums = self._sum_dense(members, _ADDED_AS.get(dtype, dtype), operation)
+            else:
+                start, offset = offset, offset + sum(member.nbytes for member in members)
+                columns = [from_bytes(part[start:offset], dtype) for part in parts]
+                sums = _add_columns(columns, members)
+            for i, summed in zip(indices, sums, strict=True):
+                results[i] = summed
         return results
+
+    def _sum_dense(self, members: Sequence[Tensor], added_as: torch.dtype, operation: str) -> list[Tensor]:
+        if len(members) == 1:
+            summed = members[0].detach().to(added_as, copy=True, memory_format=torch.contiguous_format)
+            self.start_sum(summed, operation)()
+            return [summed.to(members[0].dtype)]
+        flat = pack(members).to(added_as)
+        self.start_sum(flat, operation)()
+        return _unpack_copies(flat, members)
 
     def sum_sparse(self, tensor: Tensor, operation: str) -> Tensor:
         """Return the sum over ranks of a sparse COO tensor; the caller has checked that the ranks agree."""
@@ -164,20 +207,24 @@ class WorkerGroup:
         Raises:
             InvalidArgumentError: the dtypes differ.
         """
-        infos = self.exchange(operation, [list(tensor.shape), str(tensor.dtype)])
+        limit = self.routes.with_record_bytes if tensor.is_cpu else 0
+        data = to_bytes(tensor) if tensor.nbytes <= limit else None
+        infos, parts = self._exchange(operation, [list(tensor.shape), str(tensor.dtype)], data)
         if any(info[1] != infos[0][1] for info in infos):
             lines = "\n".join(f"  rank {rank}: {info[1]}" for rank, info in enumerate(infos))
             raise InvalidArgumentError(f"{operation}: the ranks must bring the same dtype.\n{lines}")
         shapes = [torch.Size(info[0]) for info in infos]
         longest = max(shape.numel() for shape in shapes)
+        if longest * tensor.element_size() <= limit:
+            return [from_bytes(part, tensor.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         if longest == 0:
             return [tensor.new_empty(shape) for shape in shapes]
         padded = tensor.new_zeros(longest)
         padded[: tensor.numel()] = tensor.reshape(-1)
         outputs = [torch.empty_like(padded) for _ in range(self.size)]
         # As bytes, because not every backend knows every dtype.
-        as_bytes = [out.view(torch.uint8) for out in outputs]
-        self._wait_data(self._group_of(tensor).allgather([as_bytes], [padded.view(torch.uint8)]), tensor, operation)
+        as_bytes, own = [out.view(torch.uint8) for out in outputs], padded.view(torch.uint8)
+        self._finish(self.routes.plane_of(own).start_all_gather(as_bytes, own), operation)
         return [out[: shape.numel()].view(shape) for out, shape in zip(outputs, shapes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
@@ -187,14 +234,13 @@ class WorkerGroup:
             InvalidArgumentError: number, shapes or dtypes differ between ranks.
         """
         self.agree(operation, [_signature(tensor) for tensor in tensors], "number, shapes and dtypes of tensors")
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
         for bucket in plan_buckets(tensors, _BROADCAST_BYTES):
             members = [tensors[i] for i in bucket]
             flat = pack(members)
             if flat.numel() == 0:
                 continue
-            self._wait_data(self._group_of(flat).broadcast([flat.view(torch.uint8)], options), flat, operation)
+            own = flat.view(torch.uint8)
+            self._finish(self.routes.plane_of(own).start_broadcast(own), operation)
             with torch.no_grad():
                 for tensor, value in zip(members, unpack(flat, members), strict=True):
                     tensor.copy_(value)
@@ -209,14 +255,16 @@ class WorkerGroup:
         Returns:
             A function that waits for the end; errors as in ``exchange``.
         """
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        work = self._group_of(tensor).allreduce([numbers], options)
-        return functools.partial(self._wait_data, work, tensor, operation)
+        return functools.partial(self._finish, self.routes.plane_of(tensor).start_sum(tensor), operation)
 
-    def _group_of(self, tensor: Tensor) -> Any:
-        return self._nccl if tensor.is_cuda and self._nccl is not None else self._data
+    def _with_record(self, tensors: Sequence[Tensor], groups: Sequence[tuple[torch.dtype, list[int]]]) -> bytes | None:
+        """Return the bytes of tensors that are small enough to travel with the record; ``None`` if they are not."""
+        limit = self.routes.with_record_bytes
+        if limit == 0 or any(tensor.is_sparse or not tensor.is_cpu for tensor in tensors):
+            return None
+        if sum(tensor.nbytes for tensor in tensors) > limit or not all(is_addable(dtype) for dtype, _ in groups):
+            return None
+        return b"".join(to_bytes(tensors[i]) for _, indices in groups for i in indices)
 
     def _exchange_bytes(self, body: bytes, operation: str) -> list[bytes]:
         check = self._checker(operation)
@@ -229,27 +277,16 @@ class WorkerGroup:
             self._broken = self._broken or f"{operation} was given up"
             raise
 
-    def _wait_data(self, work: Any, tensor: Tensor, operation: str) -> None:
-        if tensor.is_cuda and self._nccl is not None:
-            # Only the GPU waits. (With a time limit NCCL would block this thread, and give up for good at its end.)
-            self._raise_if_failed(operation)
-            work.wait()
-        else:
-            self._wait(work, operation)
+    def _finish(self, wait: Wait, operation: str) -> None:
+        try:
+            wait(self._checker(operation))
+        except ConnectionError as error:
+            self._raise_lost(operation, error)
+        except BaseException:
+            self._broken = self._broken or f"{operation} was given up"
+            raise
 
-    def _wait(self, work: Any, operation: str) -> None:
-        """Wait in slices, so that another rank's failure ends the wait."""
-        check = self._checker(operation)
-        while True:
-            check()
-            try:
-                work.wait(_POLL)
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    self._raise_lost(operation, error)
-
-    def _checker(self, operation: str) -> Callable[[], None]:
+    def _checker(self, operation: str) -> Check:
         """Return a function that raises when another rank has failed or the time is up."""
         deadline = time.monotonic() + self._timeout_s
 
@@ -286,15 +323,33 @@ class WorkerGroup:
         ) from None
 
 
-def _choose(implementation: CommunicationImplementation, device_type: str) -> CommunicationImplementation:
-    if implementation is CommunicationImplementation.AUTO:
-        nccl = device_type == "cuda" and dist.is_nccl_available()
-        return CommunicationImplementation.NCCL if nccl else CommunicationImplementation.RING
-    if implementation is CommunicationImplementation.NCCL and device_type != "cuda":
-        raise ValueError(
-            f"CommunicationImplementation.NCCL needs GPUs, but the replicas are on {device_type!r}. Use RING or AUTO."
-        )
-    return implementation
+def _group(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, list[int]]]:
+    """Return the positions of tensors of each dtype, device and layout, in an order that all ranks share."""
+    groups: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device, tensor.is_sparse), []).append(index)
+    return [(key[0], indices) for key, indices in groups.items()]
+
+
+def _add_columns(columns: Sequence[Tensor], members: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of what each rank brought, in the shapes of ``members``."""
+    if len(members) == 1:
+        summed = torch.empty(members[0].shape, dtype=members[0].dtype)
+        sum_in_order(columns, summed.view(-1))
+        return [summed]
+    flat = torch.empty_like(columns[0])
+    sum_in_order(columns, flat)
+    return _unpack_copies(flat, members)
+
+
+def _unpack_copies(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a buffer in memory of their own; views would make in-place changes an error."""
+    return [part.to(member.dtype, copy=True) for part, member in zip(unpack(flat, members), members, strict=True)]
+
+
+def _check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
+    if any(other != brought[0] for other in brought):
+        raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{_differences(brought)}")
 
 
 def _signature(tensor: Tensor) -> str:

@@ -139,11 +139,13 @@ def make_variable(strategy: Any, context: Any, value: Tensor, options: VariableO
             "a floating-point dtype, SUM or ONLY_FIRST_REPLICA."
         )
     cls = SyncOnReadVariable if options.synchronization is VariableSynchronization.ON_READ else MirroredVariable
-    if context is None:
-        variable = distribute(cls, strategy, value, options)
-        variable.is_new = True
-        return variable
     operation = f"making variable {options.name!r}"
+    if context is None:
+        if strategy.workers is not None:  # the chief's value, for whoever reads it before the first run
+            value = value_of_first_replica(strategy, value.detach(), operation)
+        variable = distribute(cls, strategy, value, options)
+        variable.is_new = True  # what its layer writes into it until then is an initial value, too
+        return variable
 
     def merge(values: list[Tensor]) -> list[Variable]:
         first = value_of_first_replica(strategy, values[0], operation)

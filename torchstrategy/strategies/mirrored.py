@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
-from torchstrategy.cluster_resolver.torchrun import TorchrunEnvironment
+from torchstrategy.cluster_resolver.detect import find_job
+from torchstrategy.cluster_resolver.job import Job
+from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.collectives.rendezvous import meet
-from torchstrategy.devices import Placement, full_device_name, local_devices, visible_devices
+from torchstrategy.collectives.joining import devices_of_process, join
+from torchstrategy.devices import Placement, full_device_name
 from torchstrategy.log import logger
 from torchstrategy.options import CommunicationOptions
 from torchstrategy.strategy import Strategy
@@ -54,16 +54,12 @@ class MirroredStrategy(Strategy):
         concurrent: bool = False,
         check_every: int = 1000,
     ) -> None:
-        environment = TorchrunEnvironment.detect(os.environ)
+        job = find_job(TorchrunClusterResolver())
         options = communication_options or CommunicationOptions()
-        workers = None
-        if environment is None:
-            own = local_devices(devices)
-            placement = Placement(len(own), 0, own)
-        else:
-            own = _devices_of_rank(devices, environment)
-            workers = _join(environment, own, options)
-            placement = Placement(len(own) * workers.size, len(own) * workers.rank, own)
+        own = devices_of_process(devices, None if job is None else _one_host(job))
+        workers = None if job is None else join(job, own, options, type(self).__name__)
+        rank, size = (0, 1) if workers is None else (workers.rank, workers.size)
+        placement = Placement(len(own) * size, len(own) * rank, own)
         super().__init__(
             placement,
             workers,
@@ -73,52 +69,14 @@ class MirroredStrategy(Strategy):
             check_every=check_every,
         )
         names = tuple(full_device_name(device) for device in own)
-        where = "" if workers is None else f" in each of {workers.size} processes ({workers.implementation.name})"
+        where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"
         logger.info("Using MirroredStrategy with devices %s%s", names, where)
 
 
-def _devices_of_rank(
-    devices: Sequence[str | torch.device] | None, environment: TorchrunEnvironment
-) -> tuple[torch.device, ...]:
-    if environment.local_world_size != environment.world_size:
+def _one_host(job: Job) -> Job:
+    if job.local_size != job.size:
         raise RuntimeError(
-            f"MirroredStrategy is for one host, but torchrun started {environment.world_size} processes, "
-            f"{environment.local_world_size} of them here. Several hosts need MultiWorkerMirroredStrategy, which this "
-            "version does not have yet."
+            f"MirroredStrategy is for one host, but torchrun started {job.size} processes, {job.local_size} of them "
+            "here. Use MultiWorkerMirroredStrategy."
         )
-    if devices is not None:
-        return local_devices(devices)
-    accelerators = [name for name in visible_devices() if not name.startswith("cpu")]
-    if not accelerators:
-        return (torch.device("cpu", 0),)
-    if environment.local_rank >= len(accelerators):
-        raise RuntimeError(
-            f"torchrun started {environment.local_world_size} processes, but only {len(accelerators)} accelerators are "
-            f"visible: {', '.join(accelerators)}. Start at most that many, or pass devices=['cpu:0']."
-        )
-    return (torch.device(accelerators[environment.local_rank]),)
-
-
-def _join(
-    environment: TorchrunEnvironment, own: tuple[torch.device, ...], options: CommunicationOptions
-) -> WorkerGroup:
-    meeting = meet(
-        environment.master_addr,
-        environment.master_port,
-        environment.rank,
-        environment.world_size,
-        hosted=environment.agent_store,
-        attempt=environment.restart_count,
-        timeout_s=options.timeout_seconds,
-    )
-    if own[0].type == "cuda":
-        torch.cuda.set_device(own[0])
-    workers = WorkerGroup(meeting, own[0].type, options)
-    brought = workers.exchange("joining the MirroredStrategy", [str(device) for device in own])
-    kinds = [[device.split(":")[0] for device in row] for row in brought]
-    if any(row != kinds[0] for row in kinds):
-        raise RuntimeError(
-            "Every process must bring as many devices, of the same kinds:\n"
-            + "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(brought))
-        )
-    return workers
+    return job

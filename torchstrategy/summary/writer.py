@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from torchstrategy.cluster_resolver.torchrun import TorchrunEnvironment
+from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.context import current_frame
 
 __all__ = [
@@ -281,7 +281,7 @@ def writes_here() -> bool:
     workers = None if frame is None else frame.strategy.workers
     if workers is not None:
         return bool(workers.rank == 0)
-    job = TorchrunEnvironment.detect(os.environ)
+    job = find_job()
     return job is None or job.rank == 0
 
 

@@ -1,0 +1,203 @@
+"""The control plane: routing between hosts, lost and silent ranks, strangers."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from torchstrategy.collectives.control import ControlPlane, heartbeat_seconds
+
+LAYOUTS = [(0, 0), (0, 1), (0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1, 2), (0, 1, 2, 3)]
+
+
+class Node:
+    """A rank's plane, and what it heard."""
+
+    def __init__(self, store, rank, hosts, timeout_s=20.0):
+        self.rank = rank
+        self.heard = []
+        self.lost = []
+        self.back = []
+        self.plane = ControlPlane(
+            store,
+            rank,
+            hosts,
+            "127.0.0.1",
+            on_message=lambda sender, message: self.heard.append((sender, message["kind"], message["body"])),
+            on_lost=lambda rank, *, closed: self.lost.append((rank, closed)),
+            on_back=self.back.append,
+            timeout_s=timeout_s,
+        )
+        self.is_dead = False
+
+    def die(self):
+        """Close the connections without a word, as the kernel does for a process that dies."""
+        self.is_dead = True
+        self.plane.release()
+
+
+@pytest.fixture
+def connect():
+    """Make planes for a layout of hosts, each in a thread, as they wait for each other."""
+    nodes = []
+
+    def connect_all(hosts):
+        store = HashStore()
+        threads = [
+            threading.Thread(target=lambda rank=rank: nodes.append(Node(store, rank, hosts)))
+            for rank in range(len(hosts))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        return sorted(nodes, key=lambda node: node.rank)
+
+    yield connect_all
+    for node in nodes:
+        if not node.is_dead:
+            node.plane.close()
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS)
+def test_a_message_to_all_reaches_each_rank_once(connect, hosts):
+    nodes = connect(hosts)
+    for node in nodes:
+        node.plane.post("hello", node.rank * 10)
+    everyone = [(rank, "hello", rank * 10) for rank in range(len(hosts))]
+    until(lambda: all(len(node.heard) >= len(hosts) - 1 for node in nodes))
+    time.sleep(0.05)
+    for node in nodes:
+        assert sorted(node.heard) == [message for message in everyone if message[0] != node.rank]
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS)
+def test_a_message_to_one_rank_reaches_no_other(connect, hosts):
+    nodes = connect(hosts)
+    pairs = [(a, b) for a in range(len(hosts)) for b in range(len(hosts)) if a != b]
+    for sender, receiver in pairs:
+        nodes[sender].plane.post("to you", [sender, receiver], to=receiver)
+    until(lambda: sum(len(node.heard) for node in nodes) >= len(pairs))
+    time.sleep(0.05)
+    for node in nodes:
+        assert sorted(node.heard) == [(a, "to you", [a, b]) for a, b in pairs if b == node.rank]
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS)
+@pytest.mark.parametrize("gone", [0, -1])
+def test_a_rank_whose_connections_close_is_lost_to_all(connect, hosts, gone):
+    nodes = connect(hosts)
+    dead = nodes.pop(gone)
+    dead.die()
+    survivors = [n for n in nodes if hosts[n.rank] != hosts[dead.rank] or dead.rank != hosts.index(hosts[dead.rank])]
+    until(lambda: all((dead.rank, True) in node.lost for node in survivors))
+    assert all({rank for rank, _ in node.lost} == {dead.rank} for node in survivors)
+
+
+def test_a_rank_that_leaves_is_not_lost(connect):
+    nodes = connect((0, 0, 1))
+    nodes.pop(1).plane.close()
+    until(lambda: all((1, "left", None) in node.heard for node in nodes))
+    time.sleep(0.1)
+    assert [node.lost for node in nodes] == [[], []]
+
+
+def test_a_silent_rank_of_another_host_is_lost_and_may_come_back(connect, monkeypatch):
+    monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
+    nodes = connect((0, 0, 1))
+    stopped = nodes[2].plane
+    blocked = threading.Event()
+    stopped._find_silent = lambda now: blocked.wait(30)  # its thread serves nobody
+    try:
+        until(lambda: all((2, False) in node.lost for node in nodes[:2]))
+    finally:
+        blocked.set()
+        del stopped._find_silent
+    until(lambda: all(node.back == [2] for node in nodes[:2]))
+
+
+def test_a_busy_process_of_this_host_is_not_taken_for_a_stopped_one(connect, monkeypatch):
+    monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.2")
+    nodes = connect((0, 0))
+    busy = nodes[1].plane
+    blocked = threading.Event()
+    busy._find_silent = lambda now: blocked.wait(30)
+    time.sleep(1.0)  # five times the deadline, but the process (this one) is running
+    blocked.set()
+    assert nodes[0].lost == []
+
+
+def test_strangers_are_refused(connect, caplog):
+    store, hosts = HashStore(), (0, 0)
+    result = []
+    leader = threading.Thread(target=lambda: result.append(Node(store, 0, hosts)))
+    leader.start()
+    host, port = store.get("address/0").decode().split()
+    with socket.create_connection((host, int(port))) as stranger:
+        assert len(stranger.recv(16)) == 16
+        stranger.sendall(b"\x10\x00\x00\x00" + b'{"rank":1,"pid":')
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(16) == b""
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.recv(16)
+        forged = b'{"rank":1,"pid":1,"mac":"00"}'
+        stranger.sendall(len(forged).to_bytes(4, "little") + forged)
+        assert stranger.recv(16) == b""
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.recv(16)
+        stranger.sendall(b"\xff\xff\xff\xff")
+        assert stranger.recv(16) == b""
+    member = Node(store, 1, hosts)
+    leader.join(timeout=20)
+    member.plane.post("hello")
+    until(lambda: result[0].heard == [(1, "hello", None)])
+    assert sum("Refused a connection" in record.message for record in caplog.records) == 3
+    member.plane.close()
+    result[0].plane.close()
+
+
+def test_a_rank_that_never_connects_is_named():
+    with pytest.raises(TimeoutError, match=r"Rank \[1, 2\] did not connect within 0.2 s"):
+        Node(HashStore(), 0, (0, 0, 0), timeout_s=0.2)
+
+
+def test_a_message_that_is_too_long_is_refused_by_the_receiver(connect, caplog):
+    nodes = connect((0, 1))
+    peer = next(iter(nodes[0].plane._peers.values()))
+    peer.connection.send((1 << 30).to_bytes(4, "little"))
+    until(lambda: nodes[1].lost == [(0, True)])
+    assert any("sent something that is no message" in record.message for record in caplog.records)
+
+
+def test_a_forked_child_does_not_keep_the_connections(connect):
+    nodes = connect((0, 0))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    try:
+        nodes.pop(1).die()
+        until(lambda: nodes[0].lost == [(1, True)], seconds=10)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
+def test_a_wrong_heartbeat_is_refused(monkeypatch, text):
+    monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", text)
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        heartbeat_seconds()

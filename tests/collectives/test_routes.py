@@ -1,0 +1,114 @@
+"""Which way data takes, by size and place."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.groups import Group, no_check, on_ranks
+from torchstrategy.collectives import records, routes, shared_memory
+from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, MessagePlane, NcclPlane, StagedPlane
+from torchstrategy.collectives.rendezvous import Meeting
+from torchstrategy.collectives.routes import choose_implementation, make_routes
+from torchstrategy.collectives.shared_memory import SharedMemoryPlane
+from torchstrategy.options import CommunicationImplementation
+
+AUTO, RING, NCCL = CommunicationImplementation.AUTO, CommunicationImplementation.RING, CommunicationImplementation.NCCL
+
+
+def routes_of(hosts, implementation=AUTO, hierarchical=None):
+    group = Group(hosts)
+
+    def make(rank):
+        meeting = Meeting(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
+        exchange, timeout = group.exchange(rank), timedelta(seconds=30)
+        return make_routes(
+            implementation, meeting, group.records[rank], exchange, no_check, timeout, hierarchical=hierarchical
+        )
+
+    made = on_ranks(group.size, make)
+    group.close()
+    return made
+
+
+def kinds(made):
+    return {(type(one.small), type(one.large), one.with_record_bytes) for one in made}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "implementation", "hierarchical", "small", "large"),
+    [
+        ((0, 0), AUTO, None, MessagePlane, SharedMemoryPlane),
+        ((0, 0), AUTO, False, MessagePlane, C10dPlane),
+        ((0, 1), AUTO, None, MessagePlane, C10dPlane),
+        ((0, 1), AUTO, True, MessagePlane, C10dPlane),
+        ((0, 0, 1), AUTO, None, MessagePlane, HierarchicalPlane),
+        ((0, 0), RING, None, C10dPlane, C10dPlane),
+        ((0, 0), RING, True, SharedMemoryPlane, SharedMemoryPlane),
+        ((0, 1, 1), RING, True, HierarchicalPlane, HierarchicalPlane),
+    ],
+)
+def test_planes_by_place(hosts, implementation, hierarchical, small, large):
+    made = routes_of(hosts, implementation, hierarchical)
+    assert kinds(made) == {(small, large, 16384 if implementation is AUTO else 0)}
+    for one in made:
+        assert type(one.plane_of(torch.ones(4096))) is small
+        assert type(one.plane_of(torch.ones(4097))) is large
+        assert len({line for other in made for line in other.lines}) == len(one.lines)
+
+
+def test_tensors_of_accelerators_go_through_the_cpu_unless_the_plane_takes_them():
+    (shared, _), (gloo, _) = routes_of((0, 0)), routes_of((0, 0), RING)
+    for numel in (10, 10_000):
+        elsewhere = torch.empty(numel, device="meta")
+        assert type(shared.plane_of(elsewhere)) is StagedPlane
+        assert gloo.plane_of(elsewhere) is gloo.large
+
+
+def test_messages_of_many_ranks_are_shorter(monkeypatch):
+    monkeypatch.setattr(records, "MAX_MESH_SIZE", 2)
+    monkeypatch.setattr(routes, "MAX_MESH_SIZE", 2)
+    for one in routes_of((0, 0, 0, 0)):
+        assert one.small_bytes == one.with_record_bytes == 4096
+        assert one.lines == ["up to 4,096 bytes in messages", "tensors through shared memory"]
+
+
+def test_who_can_not_share_memory_says_so_once_and_takes_gloo(monkeypatch, caplog):
+    def no_memory(card):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(shared_memory, "_listen", no_memory)
+    assert kinds(routes_of((0, 0))) == {(MessagePlane, C10dPlane, 16384)}
+    (line,) = [record.getMessage() for record in caplog.records if "share memory" in record.getMessage()]
+    assert line.endswith("so gloo carries their tensors. (rank 0: No space left on device)")
+
+
+def test_gpus_keep_nccl_and_tensors_of_the_cpu_share_memory(monkeypatch):
+    made = []
+
+    def fake(store, rank, size, options):
+        made.append((rank, size, options._timeout))
+        return SimpleNamespace()
+
+    fake.Options = SimpleNamespace
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
+    found = routes_of((0, 0), NCCL)
+    assert sorted(made) == [(rank, 2, timedelta(seconds=30)) for rank in range(2)]
+    gpu_tensor = SimpleNamespace(is_cuda=True, is_cpu=False, nbytes=4, numel=lambda: 1, element_size=lambda: 4)
+    for one in found:
+        assert one.lines[0] == "tensors on GPUs over NCCL"
+        assert type(one.plane_of(gpu_tensor)) is NcclPlane
+        assert type(one.plane_of(torch.ones(10_000))) is SharedMemoryPlane
+
+
+def test_implementation_by_device(monkeypatch):
+    with pytest.raises(ValueError, match="NCCL needs GPUs, but the replicas are on 'cpu'"):
+        choose_implementation(NCCL, "cpu")
+    assert choose_implementation(AUTO, "cpu") is AUTO
+    assert choose_implementation(RING, "cuda") is RING
+    assert choose_implementation("mine", "cpu") == "mine"
+    for available, expected in ((True, NCCL), (False, AUTO)):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda available=available: available)
+        assert choose_implementation(AUTO, "cuda") is expected

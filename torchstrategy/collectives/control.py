@@ -1,0 +1,348 @@
+"""The job's control plane: short messages between all processes, and who of them is still there.
+
+The first rank of each host is its leader. Every process holds one TCP connection to its leader, and leaders one to
+each other. A thread serves them, so that a process answers while its program computes or waits; messages are JSON. A
+process that dies closes its connection, one that is stopped or cut off stops sending heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from torchstrategy.collectives.control_peer import Message, Peer, frame, read_exactly, read_frame
+from torchstrategy.log import logger
+
+__all__ = ["ControlPlane", "heartbeat_seconds"]
+
+_NONCE_BYTES = 16
+_GREETING_S = 5.0
+_FLUSH_S = 1.0
+
+
+class _OnLost(Protocol):
+    def __call__(self, rank: int, *, closed: bool) -> None: ...
+
+
+class ControlPlane:
+    """One process's connections; made by all processes of a job together.
+
+    Args:
+        store: where leaders publish their addresses; with a prefix of its own. It is not needed afterwards.
+        rank: this process's id.
+        hosts: for each rank the number of its host.
+        address: this process's address, as the others can reach it.
+        on_message: called in the plane's thread with another rank's message.
+        on_lost: called in the plane's thread with a rank and whether its connection closed; else it is silent.
+        on_back: called there with a rank that was silent and is heard again.
+        timeout_s: seconds in which all connections must be there.
+
+    Raises:
+        OSError: another process can't be reached.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        hosts: Sequence[int],
+        address: str,
+        *,
+        on_message: Callable[[int, Message], None],
+        on_lost: _OnLost,
+        on_back: Callable[[int], None],
+        timeout_s: float,
+    ) -> None:
+        self._rank = rank
+        self._hosts = hosts
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_back = on_back
+        self._heartbeat_s = heartbeat_seconds()
+        self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
+        self._peers: dict[int, Peer] = {}
+        self._left: set[int] = set()
+        self._outbox: deque[Message] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._stop = False
+        for connection in (self._wake_in, self._wake_out):
+            connection.settimeout(0)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        try:
+            self._connect(store, address, timeout_s)
+        except BaseException:
+            self.release()
+            raise
+        _planes.add(self)
+        self._thread = threading.Thread(target=self._serve, name="torchstrategy-control", daemon=True)
+        self._thread.start()
+
+    def post(self, kind: str, body: Any = None, to: int | None = None) -> None:
+        """Send a message to one rank, or to all others.
+
+        Args:
+            kind: what kind of message it is.
+            body: anything JSON can hold, at most a megabyte.
+            to: the rank; ``None`` for all.
+        """
+        self._outbox.append({"from": self._rank, "to": to, "kind": kind, "body": body})
+        with contextlib.suppress(OSError):  # full: the thread is about to wake up anyway
+            self._wake_out.send(b"x")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process can hear others."""
+        return bool(self._peers) and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Say that this process leaves, and close the connections."""
+        self._stop = True
+        self.post("left")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * _FLUSH_S)
+
+    # --- connecting
+
+    def _connect(self, store: Store, address: str, timeout_s: float) -> None:
+        leader = self._hosts.index(self._hosts[self._rank])
+        if self._rank == 0:
+            store.set("key", secrets.token_hex(32))
+        if leader != self._rank:
+            self._call(leader, store, timeout_s)
+            return
+        above = [other for other in self._leaders if other > self._rank]
+        expected = {*above, *(r for r, host in enumerate(self._hosts) if host == self._hosts[leader])} - {leader}
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=len(expected) + 8) as listener:
+            store.set(f"address/{self._rank}", f"{address} {listener.getsockname()[1]}")
+            for other in self._leaders[: self._leaders.index(leader)]:
+                self._call(other, store, timeout_s)
+            deadline = time.monotonic() + timeout_s
+            while missing := expected - set(self._peers):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise TimeoutError(f"Rank {sorted(missing)} did not connect within {timeout_s:g} s.")
+                listener.settimeout(remaining)
+                with contextlib.suppress(TimeoutError):
+                    self._welcome(listener.accept()[0], store.get("key"), missing)
+
+    def _call(self, other: int, store: Store, timeout_s: float) -> None:
+        host, port = store.get(f"address/{other}").decode().split()
+        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+        nonce = read_exactly(connection, _NONCE_BYTES)
+        mac = _mac(store.get("key"), nonce, self._rank)
+        connection.sendall(frame({"rank": self._rank, "pid": os.getpid(), "mac": mac}))
+        answer = read_frame(connection)
+        self._add(other, connection, answer["pid"])
+
+    def _welcome(self, connection: socket.socket, key: bytes, missing: set[int]) -> None:
+        """Take a connection whose other end knows the job's key; close any other."""
+        connection.settimeout(_GREETING_S)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        try:
+            connection.sendall(nonce)
+            hello = read_frame(connection)
+            other, pid, mac = int(hello["rank"]), int(hello["pid"]), str(hello["mac"])
+            if other not in missing or not hmac.compare_digest(mac, _mac(key, nonce, other)):
+                raise ValueError("not a process of this job")
+            connection.sendall(frame({"pid": os.getpid()}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("Refused a connection to the job's control plane: %s", error)
+            connection.close()
+            return
+        self._add(other, connection, pid)
+
+    def _add(self, other: int, connection: socket.socket, pid: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(0)
+        is_here = self._hosts[other] == self._hosts[self._rank]
+        peer = Peer(other, connection, pid if is_here else None)
+        self._peers[other] = peer
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    # --- the thread
+
+    def _serve(self) -> None:
+        try:
+            woken = beaten = time.monotonic()
+            while not self._stop:
+                if time.monotonic() - beaten > self._heartbeat_s / 4:
+                    beaten = time.monotonic()
+                    self._outbox.append({"from": self._rank, "to": self._rank, "kind": "beat"})
+                self._turn(self._heartbeat_s / 8)
+                now = time.monotonic()
+                if now - woken > self._heartbeat_s / 2:  # this process itself slept: nobody else is to blame
+                    for peer in self._peers.values():
+                        peer.heard_at = now
+                woken = now
+                self._find_silent(now)
+            deadline = time.monotonic() + _FLUSH_S
+            while time.monotonic() < deadline and (self._outbox or any(p.unsent for p in self._peers.values())):
+                self._turn(0.05)
+        except Exception:  # noqa: BLE001 - whatever it is, the program should know that nobody watches
+            logger.exception("The control plane of this process has ended; failures of other ranks may go unnoticed.")
+        finally:
+            self.release()
+
+    def _turn(self, timeout_s: float) -> None:
+        for key, events in self._selector.select(0 if self._outbox else timeout_s):
+            if key.fileobj is self._wake_in:
+                self._wake_in.recv(4096)
+                continue
+            peer: Peer = key.data
+            if peer.rank not in self._peers:
+                continue
+            if events & selectors.EVENT_READ:
+                self._read(peer)
+            if events & selectors.EVENT_WRITE and peer.rank in self._peers:
+                self._write(peer)
+        while self._outbox:
+            self._send(self._outbox.popleft(), None)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._closed(peer)
+            return
+        peer.heard_at = time.monotonic()
+        if peer.is_silent:
+            peer.is_silent = False
+            self._on_back(peer.rank)
+            self._tell("back", peer.rank)
+        peer.received += data
+        try:
+            for message in peer.messages():
+                self._take(message, peer)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.error("Rank %d sent something that is no message: %s", peer.rank, error)
+            self._closed(peer)
+
+    def _take(self, message: Message, peer: Peer) -> None:
+        kind, sender, to = message["kind"], message["from"], message["to"]
+        if kind == "beat":
+            return
+        self._send(message, peer)
+        if to not in (None, self._rank):
+            return
+        if kind == "left":
+            self._left.add(sender)
+        if kind == "lost":
+            rank, closed = message["body"]
+            if rank not in self._left:
+                self._on_lost(rank, closed=closed)
+        elif kind == "back":
+            self._on_back(message["body"])
+        else:
+            self._on_message(sender, message)
+
+    def _send(self, message: Message, source: Peer | None) -> None:
+        """Pass a message on: from this host to all, from another host's leader to this host only."""
+        if message["kind"] == "beat":
+            targets = list(self._peers.values())
+        else:
+            here = self._hosts[self._rank]
+            is_from_here = source is None or self._hosts[source.rank] == here
+            targets = [
+                peer
+                for peer in self._peers.values()
+                if peer is not source
+                and (is_from_here or self._hosts[peer.rank] == here)
+                and self._leads_to(peer, message["to"])
+            ]
+        if targets:
+            data = frame(message)
+            for peer in targets:
+                peer.unsent += data
+                self._write(peer)
+
+    def _leads_to(self, peer: Peer, to: int | None) -> bool:
+        if to is None or peer.rank == to or self._rank not in self._leaders:
+            return True
+        return self._hosts[to] != self._hosts[self._rank] and self._hosts[peer.rank] == self._hosts[to]
+
+    def _write(self, peer: Peer) -> None:
+        try:
+            del peer.unsent[: peer.connection.send(peer.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # reading will find it closed
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self._selector.modify(peer.connection, events, peer)
+
+    def _closed(self, peer: Peer) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.pop(peer.rank, None)
+        if peer.rank not in self._left and not self._stop:
+            self._on_lost(peer.rank, closed=True)
+            self._tell("lost", [peer.rank, True])
+
+    def _find_silent(self, now: float) -> None:
+        for peer in self._peers.values():
+            if not peer.is_silent and now - peer.heard_at > self._heartbeat_s and peer.may_be_stopped():
+                peer.is_silent = True
+                self._on_lost(peer.rank, closed=False)
+                self._tell("lost", [peer.rank, False])
+
+    def _tell(self, kind: str, body: Any) -> None:
+        self._outbox.append({"from": self._rank, "to": None, "kind": kind, "body": body})
+
+    def release(self) -> None:
+        """Close this process's ends of the connections, as a forked child must, too."""
+        _planes.discard(self)
+        for connection in [self._wake_in, self._wake_out, *(peer.connection for peer in self._peers.values())]:
+            connection.close()
+
+
+def heartbeat_seconds() -> float:
+    """Return after how many seconds without a sign of life a process counts as gone.
+
+    Returns:
+        ``TORCHSTRATEGY_HEARTBEAT_S``, by default 10.
+
+    Raises:
+        ValueError: the variable is no positive number.
+    """
+    text = os.environ.get("TORCHSTRATEGY_HEARTBEAT_S", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"TORCHSTRATEGY_HEARTBEAT_S must be a positive number of seconds. Received: {text!r}")
+    return seconds
+
+
+_planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    # A forked child, such as a loader's worker, would keep the connections open after its parent has died.
+    for plane in list(_planes):
+        plane.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _mac(key: bytes, nonce: bytes, rank: int) -> str:
+    return hmac.new(key, nonce + str(rank).encode(), "sha256").hexdigest()

@@ -1,0 +1,285 @@
+"""The ways in which the data of collectives travels between processes: gloo, NCCL, messages, levels.
+
+A plane moves bytes and adds numbers, nothing else: that the ranks agree has been checked, and errors are put into
+words by ``WorkerGroup``. Shared memory has a module of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+from torchstrategy.collectives.connections import Check
+from torchstrategy.collectives.records import Records
+from torchstrategy.collectives.summing import as_addable, sum_in_order
+
+__all__ = [
+    "C10dPlane",
+    "DataPlane",
+    "HierarchicalPlane",
+    "MessagePlane",
+    "NcclPlane",
+    "StagedPlane",
+    "Wait",
+    "from_bytes",
+    "gloo_plane",
+    "to_bytes",
+]
+
+_POLL = timedelta(milliseconds=500)
+_MARK = b"#"  # no record begins so
+
+Wait = Callable[[Check], None]
+
+
+class DataPlane(Protocol):
+    """Collectives over the ranks of a group; every rank starts the same ones in the same order.
+
+    Each method returns a function that waits for the end. It is given a ``check`` to call before it waits and at least
+    once a second meanwhile: the check raises when another rank has failed or the time is up, and the function lets that
+    error pass. A rank whose connection breaks raises ``ConnectionError``.
+    """
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """Start to replace a contiguous tensor by its sum over ranks; every rank must get the same bits."""
+
+    def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
+        """Start to copy each rank's ``tensor`` to its place in ``outputs``; ``uint8`` of one length on all ranks."""
+
+    def start_broadcast(self, tensor: Tensor) -> Wait:
+        """Start to overwrite ``tensor``, of ``uint8``, with rank 0's."""
+
+
+class C10dPlane:
+    """A process group of ``torch.distributed``, such as gloo's or one of the user's.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return self._wait_for(self._group.allreduce([numbers], options))
+
+    def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return self._wait_for(self._group.allgather([list(outputs)], [tensor], AllgatherOptions()))
+
+    def start_broadcast(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._wait_for(self._group.broadcast([tensor], options))
+
+    def _wait_for(self, work: Any) -> Wait:
+        return functools.partial(_wait_in_slices, work)
+
+
+def gloo_plane(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> C10dPlane:
+    """Return gloo's process group over the network that the ranks have met on.
+
+    Left alone gloo looks up the host's own name, which may lead to the loopback or to another network. The variable
+    ``GLOO_SOCKET_IFNAME`` still decides where it is set.
+
+    Args:
+        store: where the ranks find each other; with a prefix of the group's own.
+        rank: this process's position in the group.
+        size: processes in the group.
+        timeout: after which gloo gives up.
+        address: of this process, as the others can reach it.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return C10dPlane(dist.ProcessGroupGloo(store, rank, size, timeout))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return C10dPlane(dist.ProcessGroupGloo(store, rank, size, options))
+
+
+class NcclPlane(C10dPlane):
+    """NCCL between GPUs of different processes; only the GPU waits, the calling thread goes on."""
+
+    def _wait_for(self, work: Any) -> Wait:
+        return functools.partial(self._let_stream_wait, work)
+
+    def _let_stream_wait(self, work: Any, check: Check) -> None:
+        try:
+            check()
+        except BaseException:
+            self._group.abort()  # a GPU would wait for the lost rank, and the process could not end
+            raise
+        work.wait()  # with a time limit NCCL would block this thread, and give up for good at its end
+
+
+class MessagePlane:
+    """Small tensors in messages: one hop, and every rank adds up by itself. Tensors are on the CPU.
+
+    Args:
+        records: the connections.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return functools.partial(self._sum, as_addable(tensor))
+
+    def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return functools.partial(self._gather, outputs, tensor)
+
+    def start_broadcast(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return functools.partial(self._broadcast, tensor)
+
+    def _sum(self, numbers: Tensor, check: Check) -> None:
+        bodies = self._exchange(to_bytes(numbers), check)
+        sum_in_order([from_bytes(body, numbers.dtype) for body in bodies], numbers)
+
+    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, check: Check) -> None:
+        bodies = self._exchange(to_bytes(tensor), check)
+        for output, body in zip(outputs, bodies, strict=True):
+            output.copy_(from_bytes(body, output.dtype))
+
+    def _broadcast(self, tensor: Tensor, check: Check) -> None:
+        # Every rank sends as much as rank 0, because lengths are compared.
+        tensor.copy_(from_bytes(self._exchange(to_bytes(tensor), check)[0], tensor.dtype))
+
+    def _exchange(self, data: bytes, check: Check) -> list[bytes]:
+        check()
+        bodies = self._records.exchange(_MARK + data, check)
+        if any(not body.startswith(_MARK) or len(body) != len(data) + len(_MARK) for body in bodies):
+            raise ConnectionError("the ranks lost step: some send data where others don't")
+        return [body[len(_MARK) :] for body in bodies]
+
+
+class HierarchicalPlane:
+    """Collectives within each host, then between the hosts' first ranks, then back. Tensors are on the CPU.
+
+    Args:
+        hosts: for each rank the number of its host.
+        rank: this process's id.
+        local: between this host's processes; ``None`` if this rank is alone on its host.
+        leaders: between the hosts' first ranks, in the order of hosts; ``None`` if this rank is none of them.
+    """
+
+    def __init__(self, hosts: Sequence[int], rank: int, local: DataPlane | None, leaders: DataPlane | None) -> None:
+        self._members = [[r for r, host in enumerate(hosts) if host == number] for number in range(max(hosts) + 1)]
+        self._host = hosts[rank]
+        self._local = local
+        self._leaders = leaders
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return functools.partial(self._sum, as_addable(tensor))
+
+    def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return functools.partial(self._gather, outputs, tensor)
+
+    def start_broadcast(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        return functools.partial(self._broadcast, tensor)
+
+    def _sum(self, numbers: Tensor, check: Check) -> None:
+        if self._local is not None:
+            self._local.start_sum(numbers)(check)
+        if self._leaders is not None:
+            self._leaders.start_sum(numbers)(check)
+        if self._local is not None:
+            self._local.start_broadcast(numbers.view(torch.uint8))(check)
+
+    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, check: Check) -> None:
+        length = tensor.numel()
+        most = max(map(len, self._members))
+        everything = tensor.new_empty((len(self._members), most, length))
+        own = everything[self._host]
+        if self._local is None:
+            own[0].copy_(tensor)
+        else:
+            self._local.start_all_gather(list(own[: len(self._members[self._host])]), tensor)(check)
+        if self._leaders is not None:
+            rows = list(everything.view(len(self._members), -1))
+            self._leaders.start_all_gather(rows, rows[self._host].clone())(check)
+        if self._local is not None:
+            self._local.start_broadcast(everything.view(-1))(check)
+        for host, members in enumerate(self._members):
+            for position, rank in enumerate(members):
+                outputs[rank].copy_(everything[host, position])
+
+    def _broadcast(self, tensor: Tensor, check: Check) -> None:
+        if self._leaders is not None:
+            self._leaders.start_broadcast(tensor)(check)
+        if self._local is not None:
+            self._local.start_broadcast(tensor)(check)
+
+
+class StagedPlane:
+    """Carries tensors of accelerators through the CPU, over a plane that knows only that.
+
+    Args:
+        plane: the plane.
+    """
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        staged = tensor.cpu()
+        return functools.partial(_then_copy, self._plane.start_sum(staged), [tensor], [staged])
+
+    def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        staged = [torch.empty_like(output, device="cpu") for output in outputs]
+        return functools.partial(_then_copy, self._plane.start_all_gather(staged, tensor.cpu()), outputs, staged)
+
+    def start_broadcast(self, tensor: Tensor) -> Wait:
+        """See ``DataPlane``."""
+        staged = tensor.cpu()
+        return functools.partial(_then_copy, self._plane.start_broadcast(staged), [tensor], [staged])
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of one dimension, in memory of its own."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def _wait_in_slices(work: Any, check: Check) -> None:
+    while True:
+        check()
+        start = time.monotonic()
+        try:
+            work.wait(_POLL)
+            return
+        except RuntimeError as error:
+            # An error that comes before the slice is over is no time-out.
+            if work.is_completed() or time.monotonic() - start < _POLL.total_seconds() / 2:
+                raise ConnectionError(str(error)) from error
+
+
+def _then_copy(wait: Wait, targets: Sequence[Tensor], sources: Sequence[Tensor], check: Check) -> None:
+    wait(check)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -1,0 +1,54 @@
+"""Sums of the ranks' tensors, always in the order of ranks, so that every rank computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchstrategy.errors import InvalidArgumentError
+
+__all__ = ["as_addable", "is_addable", "sum_in_order"]
+
+_NARROW = (torch.float16, torch.bfloat16)
+_ADDABLE = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+
+
+def as_addable(tensor: Tensor) -> Tensor:
+    """Return the numbers of a contiguous tensor in one dimension; complex ones as twice as many real ones.
+
+    Raises:
+        InvalidArgumentError: tensors of this dtype can't be added.
+    """
+    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+    if not is_addable(numbers.dtype):
+        raise InvalidArgumentError(f"Can't sum tensors of dtype {tensor.dtype}. Convert them, for example to float32.")
+    return numbers
+
+
+def is_addable(dtype: torch.dtype) -> bool:
+    """Say whether tensors of a real dtype can be added."""
+    return dtype in _ADDABLE
+
+
+def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of equal-sized tensors to ``out``, which is none of them and has the same dtype.
+
+    Three and more parts of 16-bit floating-point numbers are added in ``float32`` and rounded once.
+    """
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    if len(parts) > 2 and out.dtype in _NARROW:
+        wide = parts[0].float()
+        for part in parts[1:]:
+            wide += part
+        out.copy_(wide)
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
