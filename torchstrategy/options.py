@@ -101,7 +101,8 @@ class AutoShardPolicy(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """What carries collectives between processes: ``RING`` takes tensors on any device, ``NCCL`` those on GPUs.
 
-    ``AUTO`` is NCCL where all devices are GPUs and ``RING`` otherwise.
+    ``RING`` is gloo. ``AUTO`` is NCCL for GPUs; on CPUs it takes the fastest way for a tensor's size and the processes'
+    hosts: messages, shared memory, or gloo.
     """
 
     AUTO = "AUTO"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torchstrategy.cluster_resolver.job import Job
+from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.rendezvous import meet
 from torchstrategy.devices import local_devices, visible_devices
@@ -44,7 +45,11 @@ def devices_of_process(devices: Sequence[str | torch.device] | None, job: Job | 
 
 
 def join(
-    job: Job, own: tuple[torch.device, ...], options: CommunicationOptions, strategy: str, **settings: object
+    job: Job,
+    own: tuple[torch.device, ...],
+    options: CommunicationOptions,
+    strategy: str,
+    ops: CrossDeviceOps | None,
 ) -> WorkerGroup:
     """Meet the other processes of a job.
 
@@ -53,7 +58,8 @@ def join(
         own: this process's devices.
         options: how they communicate.
         strategy: the strategy's class, which must be the same everywhere.
-        **settings: other arguments of the strategy that must be the same everywhere.
+        ops: the user's choice of cross-device operations; ``HierarchicalCopyAllReduce`` means that the processes of a
+            host share memory also where gloo is asked for.
 
     Returns:
         The processes of the strategy.
@@ -69,12 +75,13 @@ def join(
         "torch": torch.__version__,
         "strategy": strategy,
         "communication options": str(options),
-        **{name: str(value) for name, value in settings.items()},
+        "cross_device_ops": type(ops).__name__,
     }
     meeting = meet(job, description, options.deadline_seconds)
     if own[0].type == "cuda":
         torch.cuda.set_device(own[0])
-    workers = WorkerGroup(meeting, own[0].type, options)
+    hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
+    workers = WorkerGroup(meeting, own[0].type, options, hierarchical=hierarchical)
     brought = workers.exchange(f"joining the {strategy}", [str(device) for device in own])
     kinds = [[device.split(":")[0] for device in row] for row in brought]
     if any(row != kinds[0] for row in kinds):

@@ -29,7 +29,13 @@ from torchstrategy.collectives.records import connect_records
 from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.collectives.routes import choose_implementation, make_routes
 from torchstrategy.collectives.summing import is_addable, sum_in_order
-from torchstrategy.errors import DeadlineExceededError, DisagreementError, InvalidArgumentError, ReplicaFailedError
+from torchstrategy.errors import (
+    DeadlineExceededError,
+    DisagreementError,
+    InvalidArgumentError,
+    OpError,
+    ReplicaFailedError,
+)
 from torchstrategy.log import info_once, set_rank, show_info, warn_once
 from torchstrategy.options import CommunicationOptions
 
@@ -65,6 +71,7 @@ class WorkerGroup:
         self._timeout_s = options.deadline_seconds or _DEFAULT_TIMEOUT_S
         self._sequence = 0
         self._broken = ""
+        self._broken_as: type[OpError] = ReplicaFailedError  # as tf, which raises the first error again
         self.watch = meeting.watch
         operation = "making the connections of a strategy"
         check = self._checker(operation)
@@ -294,6 +301,7 @@ class WorkerGroup:
             self._raise_if_failed(operation)
             if time.monotonic() > deadline:
                 self._broken = f"{operation} did not complete within {self._timeout_s:g} s"
+                self._broken_as = DeadlineExceededError
                 raise DeadlineExceededError(f"{self._broken}. {self.watch.where_is_everyone()}")
 
         return check
@@ -303,11 +311,11 @@ class WorkerGroup:
         if failure is None and not self._broken:
             return
         if failure is None:
-            raise ReplicaFailedError(f"{operation} can't be carried out: earlier, {self._broken}. Start the job again.")
+            raise self._broken_as(f"{operation} can't be carried out: earlier, {self._broken}. Start the job again.")
         if not self._broken and self.watch.recover():
             return
         if failure["rank"] == self.rank:
-            raise ReplicaFailedError(
+            raise self._broken_as(
                 f"{operation} can't be carried out: this rank failed earlier, and others did not, so that the ranks "
                 f"are no longer at the same point. Start the job again. The failure was: {failure['error']}"
             )

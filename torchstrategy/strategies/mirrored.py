@@ -57,7 +57,7 @@ class MirroredStrategy(Strategy):
         job = find_job(TorchrunClusterResolver())
         options = communication_options or CommunicationOptions()
         own = devices_of_process(devices, None if job is None else _one_host(job))
-        workers = None if job is None else join(job, own, options, type(self).__name__)
+        workers = None if job is None else join(job, own, options, type(self).__name__, cross_device_ops)
         rank, size = (0, 1) if workers is None else (workers.rank, workers.size)
         placement = Placement(len(own) * size, len(own) * rank, own)
         super().__init__(

@@ -89,7 +89,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         workers = None
         if job is not None and job.size > 1:
-            workers = join(job, own, options, "MultiWorkerMirroredStrategy")
+            workers = join(job, own, options, "MultiWorkerMirroredStrategy", cross_device_ops)
         rank, size = (0, 1) if workers is None else (workers.rank, workers.size)
         super().__init__(
             Placement(len(own) * size, len(own) * rank, own),
