@@ -1,4 +1,4 @@
-"""Step time of one training program in plain PyTorch, under DDP and under strategies, and the cost of ``run``.
+"""Step time of one training program in plain PyTorch, under DDP and under strategies, and the cost of collectives.
 
 DDP and ours are timed in turns inside the same two worker processes, so that a slow moment of the machine meets both.
 """
@@ -17,6 +17,7 @@ import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import numpy as np
 import torch
+from collective_times import print_collectives, time_collectives, without_records
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -28,14 +29,13 @@ import torchstrategy as ts
 Step = Callable[[], Any]
 NUM_REPLICAS = 2
 DDP, OURS = "DDP, 2 processes of 1 thread", "ours, 2 processes of 1 thread"
+UNCHECKED = "ours, 2 processes of 1 thread, without records"
 
 
 @hydra.main(config_path="../conf", config_name="benchmark", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Time every way in one run; print a table and write it to results.json."""
-    address = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    launch = LaunchConfig(1, 1, NUM_REPLICAS, run_id=uuid.uuid4().hex, **address)
-    times = elastic_launch(launch, time_in_worker)(config)[0]  # rank 0's; every step waits for the other rank
+    times = launch(NUM_REPLICAS, time_in_worker, config)
     devices = [f"cpu:{i}" for i in range(NUM_REPLICAS)]
     turns, concurrent = ts.MirroredStrategy(devices), ts.MirroredStrategy(devices, concurrent=True)
     torch.set_num_threads(NUM_REPLICAS)
@@ -45,6 +45,8 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(1)
     times |= time_blocks({"ours, 1 process, 2 concurrent replicas of 1 thread": our_step(concurrent, config)}, config)
     ratio = bootstrap_median_ratio(times[OURS], times[DDP])
+    price = bootstrap_median_ratio(times[OURS], times[UNCHECKED])
+    collectives = {n: launch(n, time_collectives, config) for n in config.collective_processes}
     costs = {"default": cost_of_run(ts.get_strategy(), config.calls), "2 replicas": cost_of_run(turns, config.calls)}
 
     num_steps = config.pairs * config.steps_per_block
@@ -52,13 +54,25 @@ def main(config: DictConfig) -> None:
     print(f"{'':52}{'median':>9}{'10 %':>9}{'90 %':>9}")
     for name, values in times.items():
         print(f"{name:52}" + "".join(f"{1e3 * np.percentile(values, p):9.2f}" for p in (50, 10, 90)))
-    interval = f"95 % bootstrap interval {ratio['low']:.3f} to {ratio['high']:.3f}"
-    print(f"ours / DDP, 2 processes, median of {config.pairs} pairs: {ratio['median']:.3f} ({interval})")
+    for name, found in {"ours / DDP": ratio, "with / without the records before sums of gradients": price}.items():
+        interval = f"95 % bootstrap interval {found['low']:.3f} to {found['high']:.3f}"
+        print(f"{name}, 2 processes, median of {config.pairs} pairs: {found['median']:.3f} ({interval})")
     for name, cost in costs.items():
         print(f"run of an empty function over a bare call, {name}: {1e6 * cost:.2f} µs")
+    for num_processes, by_way in collectives.items():
+        print_collectives(num_processes, by_way)
     results_path = Path(HydraConfig.get().runtime.output_dir) / "results.json"
-    results_path.write_text(json.dumps({"step_s": times, "ours_over_ddp": ratio, "run_s": costs}, indent=1))
+    ratios = {"ours_over_ddp": ratio, "with_over_without_records": price}
+    results = {"step_s": times, **ratios, "run_s": costs, "collective_s": collectives}
+    results_path.write_text(json.dumps(results, indent=1))
     print(f"Wrote {results_path}")
+
+
+def launch(num_processes: int, fn: Callable[[DictConfig], Any], config: DictConfig) -> Any:
+    """Call a function in processes that torch's launcher starts; return rank 0's result."""
+    address = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+    how = LaunchConfig(1, 1, num_processes, run_id=uuid.uuid4().hex, **address)
+    return elastic_launch(how, fn)(config)[0]
 
 
 def time_in_worker(config: DictConfig) -> dict[str, list[float]]:
@@ -67,8 +81,10 @@ def time_in_worker(config: DictConfig) -> dict[str, list[float]]:
     distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     share = [part.chunk(NUM_REPLICAS)[distributed.get_rank()] for part in first_batch(config)]
     ddp = torch_step(nn.parallel.DistributedDataParallel(instantiate(config.model)), share, config)
-    ours = our_step(ts.MirroredStrategy(["cpu:0"]), config)
-    times = time_blocks({DDP: ddp, OURS: ours}, config, wait_for_others=distributed.barrier)
+    strategy = ts.MirroredStrategy(["cpu:0"])
+    ours = our_step(strategy, config)
+    steps = {DDP: ddp, OURS: ours, UNCHECKED: without_records(strategy, ours)}
+    times = time_blocks(steps, config, wait_for_others=distributed.barrier)
     distributed.destroy_process_group()
     return times
 

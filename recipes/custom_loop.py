@@ -21,25 +21,27 @@ from torch.utils.data import DataLoader
 
 import torchstrategy as ts
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @hydra.main(config_path="../conf", config_name="custom_loop", version_base="1.3")
+@jobs.launched
 def main(config: DictConfig) -> None:
     """Train, test after every epoch, save every second one, then restore without a strategy and test again."""
     started = time.perf_counter()
     run_path = Path(HydraConfig.get().runtime.output_dir)
     dtype = get_dtype(config.precision)
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)  # of the data and the weights
     train_data, test_data = instantiate(config.data, _convert_="all")
     strategy = instantiate(config.strategy, _convert_="all")
     num_replicas = strategy.num_replicas_in_sync
-    jobs.check_num_replicas(num_replicas)
+    jobs.check_strategy(strategy)
     title = f"custom_loop on {HydraConfig.get().runtime.choices.data}, replicas: {num_replicas}"
     report = Report(run_path, title, is_chief=strategy.is_chief)
     report.say(f"Number of replicas: {num_replicas}")
 
-    # Input: the batch that is split between the replicas grows with their number.
-    global_batch_size = config.batch_size_per_replica * num_replicas
+    # Input: unless its size is given, the batch that is split between the replicas grows with their number.
+    global_batch_size = config.global_batch_size or config.batch_size_per_replica * num_replicas
     torch.manual_seed(config.seed)
     train_loader = DataLoader(train_data, batch_size=global_batch_size, shuffle=True)
     test_loader = DataLoader(test_data, batch_size=global_batch_size)
@@ -60,8 +62,8 @@ def main(config: DictConfig) -> None:
         checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
     def predict(images: Tensor) -> Tensor:
-        with torch.autocast(device_type, dtype, enabled=dtype != torch.float32):
-            return model(images).float()
+        with torch.autocast(device_type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+            return model(images).to(torch.get_default_dtype())
 
     def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch

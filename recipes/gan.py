@@ -26,6 +26,7 @@ import torchstrategy as ts
 
 
 @hydra.main(config_path="../conf", config_name="gan", version_base="1.3")
+@jobs.launched
 def main(config: DictConfig) -> None:
     """Train both models; every few epochs save them and let the generator draw the same garments again."""
     started = time.perf_counter()
@@ -33,7 +34,7 @@ def main(config: DictConfig) -> None:
     train_data, _ = instantiate(config.data, _convert_="all")
     strategy = instantiate(config.strategy, _convert_="all")
     num_replicas = strategy.num_replicas_in_sync
-    jobs.check_num_replicas(num_replicas)
+    jobs.check_strategy(strategy)
     title = f"gan on {HydraConfig.get().runtime.choices.data}, replicas: {num_replicas}"
     report = Report(run_path, title, is_chief=strategy.is_chief)
     report.say(f"Number of replicas: {num_replicas}")

@@ -21,6 +21,8 @@ def conv_net() -> nn.Sequential:
     )
 
 
-def mlp(hidden_size: int) -> nn.Sequential:
+def mlp(hidden_size: int, dropout: float) -> nn.Sequential:
     """Build a network with one hidden dense layer, for quick tries."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, hidden_size), nn.ReLU(), nn.Linear(hidden_size, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(28 * 28, hidden_size), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_size, 10)
+    )

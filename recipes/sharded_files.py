@@ -21,11 +21,12 @@ import torchstrategy as ts
 
 
 @hydra.main(config_path="../conf", config_name="sharded_files", version_base="1.3")
+@jobs.launched
 def main(config: DictConfig) -> None:
     """Train, saving the position in the data as well; tell where a second start goes on, and what was seen."""
     folder = Path(config.folder)
     strategy = instantiate(config.strategy, _convert_="all")
-    jobs.check_num_replicas(strategy.num_replicas_in_sync)
+    jobs.check_strategy(strategy)
 
     def say(message: str) -> None:
         if strategy.is_chief:

@@ -1,9 +1,11 @@
 """Every file under conf/ composes, and every choice of a group can be made into the object it names."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -13,6 +15,8 @@ RECIPES = sorted(path.stem for path in CONF.glob("*.yaml"))
 CHOICES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*/*.yaml"))
 NEEDS_DOWNLOAD = {"data/mnist"}
 NEEDS_PACKAGE = {"data/fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
+NEEDS_SUBMITIT = {"launcher/submitit_slurm"}
+HAS_SUBMITIT = importlib.util.find_spec("submitit") is not None
 ARGUMENTS = {"learning_rate": {"global_batch_size": 10}}
 
 
@@ -24,8 +28,8 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 20
-    assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE)) == 2
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 24
+    assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT) == 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -40,7 +44,24 @@ def test_recipe_configuration(recipe):
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice(choice):
     group, _, name = choice.partition("/")
+    if choice in NEEDS_SUBMITIT and not HAS_SUBMITIT:
+        pytest.skip("needs hydra-submitit-launcher")
     config = compose("custom_loop", [f"{group}={name}"])[group]
     if choice in NEEDS_DOWNLOAD or not NEEDS_PACKAGE.get(choice, ROOT).exists():
         pytest.skip("its files are not on this machine")
     assert instantiate(config, _convert_="all", **ARGUMENTS.get(group, {})) is not None
+
+
+def test_without_the_plugin_the_submitit_launcher_is_named():
+    if HAS_SUBMITIT:
+        pytest.skip("hydra-submitit-launcher is installed")
+    with pytest.raises(MissingConfigException, match="Could not find 'hydra/launcher/submitit_slurm'"):
+        compose("custom_loop", ["launcher=submitit_slurm"])
+
+
+@pytest.mark.skipif(not HAS_SUBMITIT, reason="needs hydra-submitit-launcher")
+def test_jobs_of_slurm_start_their_processes():
+    config = compose("custom_loop", ["launcher=submitit_slurm", "launcher.nproc=4"], return_hydra_config=True)
+    assert config.launcher == {"nproc": 4, "max_restarts": 0}
+    assert config.hydra.launcher._target_.endswith(".SlurmLauncher")
+    assert (config.hydra.launcher.nodes, config.hydra.launcher.tasks_per_node) == (1, 1)

@@ -8,6 +8,8 @@ from pathlib import Path
 import custom_loop
 import pytest
 
+from tests.recipes import layouts
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "custom_loop.py"
 SMALL = ["model=mlp", "epochs=2", "max_steps=3"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -67,6 +69,26 @@ def test_every_hosting_gives_the_same_result(tmp_path):
         check_files(runs[0])
 
 
+def test_other_ways_to_start_two_processes_agree(tmp_path):
+    """A cluster described by TF_CONFIG, and the recipe's own launcher; one line of the strategy says what it found."""
+    options = [*SMALL, "global_batch_size=90"]
+    commands = {
+        "TF_CONFIG": layouts.tf_config("custom_loop.py", *options, num_workers=2, chief=True),
+        "torchrun": layouts.launcher("custom_loop.py", *options, nproc=2),
+    }
+    epochs = []
+    for source, processes in commands.items():
+        output = layouts.run_all(processes, folder(tmp_path, source))
+        (summary,) = [match.groupdict() for match in SUMMARY.finditer(output)]
+        epochs.append([line for line in output.splitlines() if line.startswith("Epoch")])
+        assert re.search(rf"MultiWorkerMirroredStrategy with cluster_spec = .*num_workers = 2, .*{source}", output)
+        runs = list(tmp_path.glob(f"{source}/outputs/custom_loop/*"))
+        assert [str(run) for run in runs] == [summary["folder"]], "one run directory for all processes"
+        check_files(runs[0])
+    assert len(epochs[0]) == 2
+    assert epochs[0] == epochs[1]
+
+
 def test_multirun(tmp_path):
     process = start(tmp_path, str(RECIPE), "-m", "strategy=default,one_device,mirrored", "precision=bf16", *SMALL)
     summaries = finished(process)
@@ -100,10 +122,10 @@ def test_error_reaches_the_user(tmp_path):
 def test_independent_copies_are_refused(tmp_path):
     process = start(tmp_path, *TORCHRUN, str(RECIPE), *SMALL, "strategy=one_device")
     assert process.returncode != 0
-    assert "each process would train a model of its own. Choose strategy=mirrored" in process.stderr
+    assert "each process would train a model of its own. Choose strategy=multi_worker_mirrored" in process.stderr
     assert not SUMMARY.search(process.stdout)
 
 
 def test_unknown_precision():
-    with pytest.raises(ValueError, match=r"precision must be one of fp32, bf16, fp16\. Received: fp8"):
+    with pytest.raises(ValueError, match=r"precision must be one of fp64, fp32, bf16, fp16\. Received: fp8"):
         custom_loop.get_dtype("fp8")
