@@ -16,6 +16,7 @@ DOCS_API = Path(__file__).parents[1] / "docs" / "api"
 
 MODULES = [
     "torchstrategy",
+    "torchstrategy.cluster_resolver",
     "torchstrategy.config",
     "torchstrategy.data",
     "torchstrategy.data.experimental",

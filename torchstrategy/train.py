@@ -5,6 +5,7 @@ from torchstrategy.checkpoint.directory import CheckpointState, get_checkpoint_s
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
+from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 
 __all__ = [
     "Checkpoint",
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointReader",
     "CheckpointState",
+    "ClusterSpec",
     "InitializationOnlyStatus",
     "get_checkpoint_state",
     "latest_checkpoint",
