@@ -21,8 +21,8 @@ LAYERS = [
     {"strategy"},
     {"strategies"},
     {"nn", "metrics", "checkpoint", "testing", "losses", "regularizers", "layer_losses", "functions", "summary"},
-    {"experimental", "train", "config", "utils"},
-    {"__init__"},
+    {"experimental", "train", "config", "utils", "cli"},
+    {"__init__", "__main__"},
 ]
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 

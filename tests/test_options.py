@@ -51,6 +51,19 @@ def test_registered_implementations(monkeypatch):
         options.register_implementation_name(Implementation.RING)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bytes_per_pack": "1"}, "bytes_per_pack must be an integer. Received: '1'"),
+        ({"bytes_per_pack": 0.5}, "bytes_per_pack must be an integer. Received: 0.5"),
+        ({"timeout_seconds": "5"}, "timeout_seconds must be a number of seconds or None. Received: '5'"),
+    ],
+)
+def test_a_size_or_a_timeout_of_a_wrong_type_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        Options(**arguments)
+
+
 @pytest.mark.parametrize(("timeout", "deadline"), [(None, None), (0, None), (-1, None), (0.5, 0.5)])
 def test_a_timeout_that_is_not_positive_means_the_default(timeout, deadline):
     assert Options(timeout_seconds=timeout).timeout_seconds == timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import dataclass
 
 __all__ = [
@@ -156,6 +157,7 @@ class CommunicationOptions:
             that was given to ``ts.experimental.register_communication``.
 
     Raises:
+        TypeError: ``bytes_per_pack`` is no integer, or ``timeout_seconds`` no number.
         ValueError: ``bytes_per_pack`` is negative, or there is no such implementation.
 
     Example:
@@ -169,6 +171,10 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bytes_per_pack, numbers.Integral):
+            raise TypeError(f"bytes_per_pack must be an integer. Received: {self.bytes_per_pack!r}")
+        if not isinstance(self.timeout_seconds, (numbers.Real, type(None))):
+            raise TypeError(f"timeout_seconds must be a number of seconds or None. Received: {self.timeout_seconds!r}")
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be 0 or positive. Received: {self.bytes_per_pack}")
         object.__setattr__(self, "implementation", _parse_implementation(self.implementation))
@@ -211,6 +217,7 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
         timeout_seconds: as for ``CommunicationOptions``.
 
     Raises:
+        TypeError: as for ``CommunicationOptions``.
         ValueError: ``bytes_per_pack`` is negative.
 
     Example:

@@ -141,7 +141,7 @@ class ReplicaContext:
         leaves, spec = tree.flatten(value)
         for leaf in leaves:
             axis = check_gather_axis(axis, leaf)
-        operation = f"all_gather{tree.describe(spec)}"
+        operation = f"all_gather(axis={axis}){tree.describe(spec)}"
         results = differentiable_all_gather(
             lambda values: self._all_gather(values, axis, operation),
             lambda values: self._all_reduce(ReduceOp.SUM, values, "the gradient of all_gather"),

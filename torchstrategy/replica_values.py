@@ -97,7 +97,7 @@ def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
     for value in values:
         axis = check_gather_axis(axis, value)
     with torch.no_grad():
-        return gather([value.detach() for value in values], axis, strategy.workers, "Strategy.gather")
+        return gather([value.detach() for value in values], axis, strategy.workers, f"Strategy.gather(axis={axis})")
 
 
 def _input_leaf(strategy: Strategy, local_id: int, leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.devices import Placement
+from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients import GradientSummer
 from torchstrategy.log import set_rank, show_info
@@ -548,6 +549,8 @@ class Strategy:
         shares = contexts[0].batch_shares
         if shares is None or not hasattr(error, "add_note") or self.num_replicas_in_sync == 1:
             return
+        if isinstance(error, (DeadlineExceededError, DisagreementError, UnavailableError)):
+            return  # it is about other ranks, not about the share
         own = [shares.shares[context.replica_id_in_sync_group] for context in contexts]
         if min(own) <= 1:
             error.add_note(

@@ -97,6 +97,14 @@ def test_a_backend_that_fails(monkeypatch):
     assert "did not start" in finding.detail
 
 
+def test_a_backend_that_fails_in_the_processes_prints_no_traceback(monkeypatch, capfd):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none_such")
+    finding = next(iter(check_backends_here(FakeHost(), 60.0)))
+    assert (finding.name, finding.status) == ("gloo", "FAIL")
+    assert "none_such" in finding.detail
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def run_command(*arguments, **environment):
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     return subprocess.run(

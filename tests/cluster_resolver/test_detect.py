@@ -59,12 +59,26 @@ def test_one_worker_needs_no_port():
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, tf_config({}, "worker"),
+    [{}, {"TF_CONFIG": "{}"}, tf_config({}, "worker"),
      {"WORLD_SIZE": "1"}, {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}],
 )  # fmt: skip
 def test_alone(environ):
     assert find_job(environ=environ) is None
     assert explain(environ)[-1] == "alone: nothing names other processes. Taken."
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("others", ["", '"clsuter": {"worker": ["a:1", "b:1"]}, '])
+def test_a_task_without_a_cluster_is_alone_and_warned(others, is_given, monkeypatch):
+    monkeypatch.setattr("torchstrategy.log._said", set())
+    environ = {"TF_CONFIG": f'{{{others}"task": {{"type": "worker", "index": 1}}}}'}
+    resolver = ts.cluster_resolver.TFConfigClusterResolver(environ=environ) if is_given else None
+    with pytest.warns(UserWarning, match=r'TF_CONFIG says that this process is worker 1, but has no "cluster"'):
+        assert find_job(resolver, environ) is None
+
+
+def test_an_evaluator_without_a_cluster_is_not_warned():
+    assert find_job(environ={"TF_CONFIG": '{"task": {"type": "evaluator", "index": 0}}'}) is None
 
 
 def test_torchrun():
@@ -127,6 +141,12 @@ def test_the_order_of_precedence():
     del everything["TF_CONFIG"]
     assert find_job(environ=everything).reason == "this is task 2 of 3 of a SLURM step"
     assert find_job(simple({}), {**TORCHRUN}) is None  # an empty cluster that is given is one too
+
+
+def test_sources_that_agree_are_not_named():
+    cluster = {"worker": ["a:1", "b:1", "c:1", "d:1"]}
+    job = find_job(environ={**TORCHRUN, **tf_config(cluster, "worker", 3)})
+    assert job.reason == "torchrun's variables are set (RANK=3, WORLD_SIZE=4)"
 
 
 def test_what_is_not_taken_may_be_wrong():

@@ -1,14 +1,17 @@
 """The control plane: routing between hosts, lost and silent ranks, strangers."""
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
+from torchstrategy.collectives import control
 from torchstrategy.collectives.control import ControlPlane, heartbeat_seconds
 
 LAYOUTS = [(0, 0), (0, 1), (0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1, 2), (0, 1, 2, 3)]
@@ -113,6 +116,35 @@ def test_a_rank_that_leaves_is_not_lost(connect):
     assert [node.lost for node in nodes] == [[], []]
 
 
+def test_a_rank_that_is_slow_to_leave_is_not_lost(connect, monkeypatch):
+    monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
+    nodes = connect((0, 0))
+    leaving = nodes.pop(1).plane
+    post = leaving.post
+
+    def post_late(kind):
+        time.sleep(0.3)  # the thread, which looks around several times meanwhile, must not end before
+        post(kind)
+
+    leaving.post = post_late
+    leaving.close()
+    until(lambda: not nodes[0].plane.is_connected)
+    assert nodes[0].lost == []
+    assert (1, "left", None) in nodes[0].heard
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS)
+def test_all_leave_at_once(connect, hosts):
+    nodes = connect(hosts)
+    threads = [threading.Thread(target=node.plane.close) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(node.plane._thread.is_alive() for node in nodes)
+    assert [node.lost for node in nodes] == [[]] * len(hosts)
+
+
 def test_a_silent_rank_of_another_host_is_lost_and_may_come_back(connect, monkeypatch):
     monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
     nodes = connect((0, 0, 1))
@@ -158,13 +190,59 @@ def test_strangers_are_refused(connect, caplog):
         stranger.recv(16)
         stranger.sendall(b"\xff\xff\xff\xff")
         assert stranger.recv(16) == b""
+    for text in [b'{"rank":Infinity,"pid":1,"mac":"00"}', b"[" * 100_000]:
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.recv(16)
+            stranger.sendall(len(text).to_bytes(4, "little") + text)
+            assert stranger.recv(16) == b""
     member = Node(store, 1, hosts)
     leader.join(timeout=20)
     member.plane.post("hello")
     until(lambda: result[0].heard == [(1, "hello", None)])
-    assert sum("Refused a connection" in record.message for record in caplog.records) == 3
+    assert sum("Refused a connection" in record.message for record in caplog.records) == 5
     member.plane.close()
     result[0].plane.close()
+
+
+def test_a_stranger_cannot_hold_up_the_job(monkeypatch):
+    monkeypatch.setattr(control, "_GREETING_S", 0.3)
+    store, hosts, nodes = HashStore(), (0, 0), []
+    threads = [threading.Thread(target=lambda rank=rank: nodes.append(Node(store, rank, hosts))) for rank in (0, 1)]
+    threads[0].start()
+    host, port = store.get("address/0").decode().split()
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.recv(16)
+        stranger.sendall((1000).to_bytes(4, "little"))
+        threads[1].start()
+        with contextlib.suppress(OSError):
+            for _ in range(1000):  # a minute
+                stranger.sendall(b" ")
+                time.sleep(0.06)
+                if len(nodes) == 2:
+                    break
+    for thread in threads:
+        thread.join(timeout=20)
+    assert sorted(node.rank for node in nodes) == [0, 1]
+    for node in nodes:
+        node.plane.close()
+
+
+def test_a_leader_that_cannot_be_reached_is_named():
+    store = HashStore()
+    store.set("key", "key")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    store.set("address/0", f"127.0.0.1 {port}")
+    with pytest.raises(ConnectionError, match=f"Rank 0 can't be reached at 127.0.0.1, port {port}"):
+        Node(store, 1, (0, 0), timeout_s=2)
+
+
+def test_a_leader_that_publishes_nothing_is_named():
+    store = HashStore()
+    store.set("key", "key")
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError, match="Rank 0 did not say how to reach it"):
+        Node(store, 1, (0, 0))
 
 
 def test_a_rank_that_never_connects_is_named():

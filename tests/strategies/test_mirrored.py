@@ -101,6 +101,18 @@ def test_error_on_a_small_share_names_shares_and_remedy():
         assert "replica 1 on cpu:1" in "".join(caught.value.__notes__)
 
 
+def test_an_error_about_other_ranks_says_nothing_of_shares():
+    strategy = strategy_of(2)
+    (batch,) = strategy.experimental_distribute_dataset(torch.ones(1, 4), batch_size=2)
+
+    def fail(x):
+        raise ts.errors.DisagreementError("the ranks differ")
+
+    with pytest.raises(ts.errors.DisagreementError) as caught:
+        strategy.run(fail, args=(batch,))
+    assert "shares" not in "".join(getattr(caught.value, "__notes__", []))
+
+
 def test_actual_batch_size_rules():
     strategy = strategy_of(2)
     (a,) = strategy.experimental_distribute_dataset(torch.arange(5.0), batch_size=5)

@@ -58,7 +58,9 @@ def check_whole_job(job: Job | None, timeout_s: float) -> Iterator[Finding]:
         strategy = MultiWorkerMirroredStrategy(None, CommunicationOptions(timeout_seconds=timeout_s))
         times = strategy.run(_time_strategy)
     except Exception as error:  # noqa: BLE001 - whatever goes wrong is what was looked for
-        yield _failure("whole job", error, "the lines above may say why; run it on every rank at the same time")
+        yield _failure(
+            "whole job", _as_line(error), "the lines above may say why; run it on every rank at the same time"
+        )
         return
     times_of_first = strategy.experimental_local_results(times)[0]
     text = f"{strategy.num_replicas_in_sync} replicas of {job.size} processes, {_as_text(*times_of_first)}"
@@ -68,15 +70,26 @@ def check_whole_job(job: Job | None, timeout_s: float) -> Iterator[Finding]:
 def _between_processes(backend: str, size: int, timeout_s: float) -> Finding:
     try:
         with ProcessPool(size, timeout_s) as pool:
-            times = pool.run(_time_backend, backend, timeout_s)[0]
+            results = pool.run(_try_backend, backend, timeout_s)
     except (RemoteError, TimeoutError) as error:
         first = next(iter(error.errors.values())) if isinstance(error, RemoteError) else error
-        return _failure(backend, first, _REMEDIES[backend])
-    return Finding(_SECTION, backend, "ok", f"{size} process(es) on this host, {_as_text(*times)}")
+        return _failure(backend, _as_line(first), _REMEDIES[backend])
+    for result in results:
+        if isinstance(result, str):
+            return _failure(backend, result, _REMEDIES[backend])
+    return Finding(_SECTION, backend, "ok", f"{size} process(es) on this host, {_as_text(*results[0])}")
+
+
+def _try_backend(backend: str, timeout_s: float) -> tuple[float, float] | str:
+    """Run in each process: return the seconds, or what went wrong; an exception would print its traceback too."""
+    try:
+        return _time_backend(backend, timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is what was looked for
+        return _as_line(error)
 
 
 def _time_backend(backend: str, timeout_s: float) -> tuple[float, float]:
-    """Run in each process: return the seconds of an all-reduce of one float and of 4 MiB."""
+    """Return the seconds of an all-reduce of one float and of 4 MiB."""
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     device = torch.device("cpu" if backend == "gloo" else f"cuda:{dist.get_rank()}")
 
@@ -120,6 +133,9 @@ def _as_text(one_float_s: float, many_floats_s: float) -> str:
     return f"all-reduce of one float {one_float_s * 1e3:.2f} ms, of 4 MiB {many_floats_s * 1e3:.2f} ms"
 
 
-def _failure(name: str, error: BaseException, remedy: str) -> Finding:
-    text = f"{type(error).__name__}: {error}".strip()
+def _as_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip()
+
+
+def _failure(name: str, text: str, remedy: str) -> Finding:
     return Finding(_SECTION, name, "FAIL", "\n".join(text.splitlines()[:8]), remedy)

@@ -17,8 +17,9 @@ from torchstrategy.cluster_resolver.multi_worker_util import (
     validate_cluster_spec,
 )
 from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver, is_step_of_several
-from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
+from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver, names_no_cluster
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver, TorchrunEnvironment
+from torchstrategy.log import warn_once
 
 __all__ = ["explain", "find_job"]
 
@@ -105,12 +106,32 @@ def _job_of_environment(environ: Mapping[str, str]) -> Job | None:
         if finding.error is not None:
             raise finding.error
         if finding.job is not None:
-            return replace(finding.job, reason=finding.job.reason + _not_used(findings[position + 1 :]))
+            others = _not_used(findings[position + 1 :], finding.job)
+            return replace(finding.job, reason=finding.job.reason + others)
+    _warn_of_task_alone(TFConfigClusterResolver(environ=environ))
     return None
 
 
-def _not_used(findings: Sequence[_Finding]) -> str:
-    names = [finding.source for finding in findings if finding.job or finding.error]
+def _warn_of_task_alone(resolver: ClusterResolver) -> None:
+    """Warn if ``TF_CONFIG`` names a task of no cluster: as in tf it trains alone, but a key may be misspelt."""
+    if not isinstance(resolver, TFConfigClusterResolver) or not names_no_cluster(resolver):
+        return
+    if resolver.task_type not in (None, "evaluator"):
+        warn_once(
+            f'TF_CONFIG says that this process is {resolver.task_type} {resolver.task_id}, but has no "cluster": '
+            "it trains alone. Is the key spelt right?",
+            stacklevel=6,  # where the strategy is made
+        )
+
+
+def _not_used(findings: Sequence[_Finding], taken: Job | None = None) -> str:
+    """Name the sources that are set but not used; not those that agree, as all do that one launcher sets."""
+    names = [
+        finding.source
+        for finding in findings
+        if finding.error
+        or (finding.job and (taken is None or (finding.job.rank, finding.job.size) != (taken.rank, taken.size)))
+    ]
     return f"; {' and '.join(names)} {'is' if len(names) == 1 else 'are'} set too and not used" if names else ""
 
 
@@ -204,6 +225,7 @@ def _job_of_resolver(resolver: ClusterResolver, environ: Mapping[str, str]) -> J
         return _job_of_torchrun(found, resolver) if found else None
     found_spec = resolver.cluster_spec()  # first: some resolvers know their task only afterwards
     if not found_spec:
+        _warn_of_task_alone(resolver)
         return None
     spec = normalize_cluster_spec(found_spec)
     name = type(resolver).__name__

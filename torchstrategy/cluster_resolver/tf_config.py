@@ -10,7 +10,7 @@ from typing import Any
 from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 
-__all__ = ["TFConfigClusterResolver"]
+__all__ = ["TFConfigClusterResolver", "names_no_cluster"]
 
 _EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -158,6 +158,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def _value(self, key: str, default: Any = None) -> Any:
         return _parse(self._environ.get("TF_CONFIG", "{}")).get(key, default)
+
+
+def names_no_cluster(resolver: TFConfigClusterResolver) -> bool:
+    """Return whether ``TF_CONFIG`` has no cluster at all, not even an empty one."""
+    return resolver._value("cluster") is None
 
 
 def _parse(text: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.control_peer import Message, Peer, frame, read_exactly, read_frame
 from torchstrategy.log import logger
@@ -85,6 +85,7 @@ class ControlPlane:
             self._connect(store, address, timeout_s)
         except BaseException:
             self.release()
+            self._selector.close()
             raise
         _planes.add(self)
         self._thread = threading.Thread(target=self._serve, name="torchstrategy-control", daemon=True)
@@ -99,20 +100,29 @@ class ControlPlane:
             to: the rank; ``None`` for all.
         """
         self._outbox.append({"from": self._rank, "to": to, "kind": kind, "body": body})
-        with contextlib.suppress(OSError):  # full: the thread is about to wake up anyway
-            self._wake_out.send(b"x")
+        self._wake()
 
     @property
     def is_connected(self) -> bool:
         """Whether this process can hear others."""
         return bool(self._peers) and self._thread.is_alive()
 
+    def relays(self, other: int) -> set[int]:
+        """Return the ranks that pass on messages between this one and another."""
+        leaders = {self._hosts.index(self._hosts[rank]) for rank in (self._rank, other)}
+        return leaders - {self._rank, other}
+
     def close(self) -> None:
         """Say that this process leaves, and close the connections."""
+        self.post("left")  # before the thread may end
         self._stop = True
-        self.post("left")
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * _FLUSH_S)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread is about to wake up anyway
+            self._wake_out.send(b"x")
 
     # --- connecting
 
@@ -120,8 +130,9 @@ class ControlPlane:
         leader = self._hosts.index(self._hosts[self._rank])
         if self._rank == 0:
             store.set("key", secrets.token_hex(32))
+        key = _wait_for(store, "key", 0)
         if leader != self._rank:
-            self._call(leader, store, timeout_s)
+            self._call(leader, store, key, timeout_s)
             return
         above = [other for other in self._leaders if other > self._rank]
         expected = {*above, *(r for r, host in enumerate(self._hosts) if host == self._hosts[leader])} - {leader}
@@ -129,7 +140,7 @@ class ControlPlane:
         with socket.create_server((address, 0), family=family, backlog=len(expected) + 8) as listener:
             store.set(f"address/{self._rank}", f"{address} {listener.getsockname()[1]}")
             for other in self._leaders[: self._leaders.index(leader)]:
-                self._call(other, store, timeout_s)
+                self._call(other, store, key, timeout_s)
             deadline = time.monotonic() + timeout_s
             while missing := expected - set(self._peers):
                 remaining = deadline - time.monotonic()
@@ -137,16 +148,20 @@ class ControlPlane:
                     raise TimeoutError(f"Rank {sorted(missing)} did not connect within {timeout_s:g} s.")
                 listener.settimeout(remaining)
                 with contextlib.suppress(TimeoutError):
-                    self._welcome(listener.accept()[0], store.get("key"), missing)
+                    self._welcome(listener.accept()[0], key, missing)
 
-    def _call(self, other: int, store: Store, timeout_s: float) -> None:
-        host, port = store.get(f"address/{other}").decode().split()
-        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
-        nonce = read_exactly(connection, _NONCE_BYTES)
-        mac = _mac(store.get("key"), nonce, self._rank)
-        connection.sendall(frame({"rank": self._rank, "pid": os.getpid(), "mac": mac}))
-        answer = read_frame(connection)
-        self._add(other, connection, answer["pid"])
+    def _call(self, other: int, store: Store, key: bytes, timeout_s: float) -> None:
+        host, port = _wait_for(store, f"address/{other}", other).decode().split()
+        with contextlib.ExitStack() as on_error:
+            try:
+                connection = on_error.enter_context(socket.create_connection((host, int(port)), timeout=timeout_s))
+                mac = _mac(key, read_exactly(connection, _NONCE_BYTES), self._rank)
+                connection.sendall(frame({"rank": self._rank, "pid": os.getpid(), "mac": mac}))
+                pid = int(read_frame(connection)["pid"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise ConnectionError(f"Rank {other} can't be reached at {host}, port {port}: {error}") from error
+            on_error.pop_all()
+        self._add(other, connection, pid)
 
     def _welcome(self, connection: socket.socket, key: bytes, missing: set[int]) -> None:
         """Take a connection whose other end knows the job's key; close any other."""
@@ -159,7 +174,7 @@ class ControlPlane:
             if other not in missing or not hmac.compare_digest(mac, _mac(key, nonce, other)):
                 raise ValueError("not a process of this job")
             connection.sendall(frame({"pid": os.getpid()}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a stranger sends, the job goes on
             logger.warning("Refused a connection to the job's control plane: %s", error)
             connection.close()
             return
@@ -189,13 +204,27 @@ class ControlPlane:
                         peer.heard_at = now
                 woken = now
                 self._find_silent(now)
-            deadline = time.monotonic() + _FLUSH_S
-            while time.monotonic() < deadline and (self._outbox or any(p.unsent for p in self._peers.values())):
-                self._turn(0.05)
+            self._part()
         except Exception:  # noqa: BLE001 - whatever it is, the program should know that nobody watches
             logger.exception("The control plane of this process has ended; failures of other ranks may go unnoticed.")
         finally:
             self.release()
+            self._selector.close()
+
+    def _part(self) -> None:
+        """Send what is to be sent, and wait until the others have read it.
+
+        A connection that is closed while something comes in is reset, and what is under way gets lost.
+        """
+        deadline = time.monotonic() + _FLUSH_S
+        ended: set[int] = set()
+        while self._peers and time.monotonic() < deadline:
+            for peer in self._peers.values():
+                if not self._outbox and not peer.unsent and peer.rank not in ended:
+                    ended.add(peer.rank)
+                    with contextlib.suppress(OSError):
+                        peer.connection.shutdown(socket.SHUT_WR)  # the other end closes, too
+            self._turn(0.05)
 
     def _turn(self, timeout_s: float) -> None:
         for key, events in self._selector.select(0 if self._outbox else timeout_s):
@@ -231,7 +260,7 @@ class ControlPlane:
         try:
             for message in peer.messages():
                 self._take(message, peer)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             logger.error("Rank %d sent something that is no message: %s", peer.rank, error)
             self._closed(peer)
 
@@ -284,7 +313,7 @@ class ControlPlane:
         except BlockingIOError:
             pass
         except OSError:
-            return  # reading will find it closed
+            peer.unsent.clear()  # reading will find it closed
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.connection, events, peer)
 
@@ -341,7 +370,16 @@ def _release_in_child() -> None:
         plane.release()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows, which can't fork
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _wait_for(store: Store, name: str, rank: int) -> bytes:
+    """Return what a rank writes into the store."""
+    try:
+        return store.get(name)
+    except DistStoreError:
+        raise TimeoutError(f"Rank {rank} did not say how to reach it.") from None
 
 
 def _mac(key: bytes, nonce: bytes, rank: int) -> str:

@@ -80,7 +80,7 @@ def _length(data: bytes | bytearray) -> int:
 
 
 def read_frame(connection: socket.socket) -> Message:
-    """Read one message from a blocking socket.
+    """Read one message from a socket with a time limit, as in ``read_exactly``.
 
     Raises:
         ValueError: it is no message of this library, or too long.
@@ -94,15 +94,20 @@ def read_frame(connection: socket.socket) -> Message:
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Read so many bytes from a blocking socket.
+    """Read so many bytes from a socket; its time limit is for all of them, and for what is read next.
 
     Raises:
-        OSError: the connection ended.
+        OSError: the connection ended, or the time is up.
     """
+    deadline = time.monotonic() + (connection.gettimeout() or 0.0)
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
         if not part:
             raise ConnectionError("connection closed by peer")
         data += part
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(remaining)
     return data

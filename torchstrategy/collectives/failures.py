@@ -7,6 +7,7 @@ their main threads are blocked in a collective, which then raises an error that 
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.control import ControlPlane, heartbeat_seconds
 from torchstrategy.collectives.control_peer import Message
-from torchstrategy.errors import DisagreementError, ReplicaFailedError
+from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 from torchstrategy.log import logger
 
 __all__ = ["FailureWatch", "describe"]
@@ -30,11 +31,14 @@ _FELLOWS_S = 10.0
 _ASK_AGAIN_S = 0.05
 _MAX_TEXT = 2000
 _MAX_FRAMES = 12
+_MAX_LINE = 300
 _LEFT = "has ended its program"
 _DIED = "does not answer: its process has died (its connection closed)"
 _SILENT = "does not answer: stopped or cut off (no sign of life for {:g} s)"
 _NO_ANSWER = "does not answer (killed, stopped or cut off)"
-_CUT_OFF = "can't be asked: the first rank of this host, through which its ranks talk, is gone"
+_CUT_OFF = "can't be asked: the first rank of its host or of this one, which passes messages on, does not answer"
+# Threads of this name run replicas; between their turns they wait in that module.
+_REPLICA_THREADS, _REPLICA_WAITS = "torchstrategy-replica-", "torchstrategy.replicas.runner"
 
 Record = dict[str, Any]
 
@@ -48,15 +52,24 @@ class FailureWatch:
         hosts: for each rank the number of its host.
         address: this process's address, as the others can reach it.
         timeout_s: seconds in which all processes must be connected.
+        thread: the thread whose stack the others are shown; ``None`` means the calling one.
 
     Raises:
         OSError: another process can't be reached.
     """
 
-    def __init__(self, store: Store, rank: int, hosts: Sequence[int], address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        hosts: Sequence[int],
+        address: str,
+        timeout_s: float,
+        thread: int | None = None,
+    ) -> None:
         self._rank = rank
         self._size = len(hosts)
-        self._main_thread = threading.get_ident()
+        self._main_thread = threading.get_ident() if thread is None else thread
         #: What this rank is doing, for the others' error messages.
         self.position = "start-up"
         #: How many collectives this rank has begun, in all groups.
@@ -71,25 +84,29 @@ class FailureWatch:
         self._num_questions = 0
         self._answers: dict[int, str] = {}
         self._is_closed = False
-        self._plane = ControlPlane(
-            store,
-            rank,
-            hosts,
-            address,
-            on_message=self._receive,
-            on_lost=self._lose,
-            on_back=self._find_again,
-            timeout_s=timeout_s,
-        )
+        with self._changed:  # what comes in at once has to wait until there is a plane to answer over
+            self._plane = ControlPlane(
+                store,
+                rank,
+                hosts,
+                address,
+                on_message=self._receive,
+                on_lost=self._lose,
+                on_back=self._find_again,
+                timeout_s=timeout_s,
+            )
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         atexit.register(self.close)
+        # A child that multiprocessing has forked ends without atexit.
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     @property
     def failure(self) -> Record | None:
         """The first failure in the job that this rank knows of."""
-        if self._first is None and self._silent:
-            first, *others = sorted(self._silent)
+        silent = sorted(self._silent)
+        if self._first is None and silent:
+            first, *others = silent
             how = _SILENT.format(heartbeat_seconds())
             if others:
                 how += f"; nor {'does' if len(others) == 1 else 'do'} {_ranks(others)}"
@@ -103,9 +120,10 @@ class FailureWatch:
         record = {
             "rank": self._rank,
             "replica": replica_id,
-            "operation": operation,
+            "operation": operation[:_MAX_TEXT],
             "error": f"{type(error).__name__}: {error}"[:_MAX_TEXT],
             "num_collectives": self.num_collectives,
+            "is_deadline": isinstance(error, DeadlineExceededError),
         }
         with self._changed:
             self._failures[self._round][self._rank] = record
@@ -137,6 +155,7 @@ class FailureWatch:
             counts = {record["num_collectives"] for record in failures.values()}
             if len(failures) < self._size or len(counts) > 1:
                 return False
+            del self._failures[self._round]
             self._round += 1
             self._first = next(iter(self._failures[self._round].values()), None)
             return self._first is None
@@ -147,6 +166,10 @@ class FailureWatch:
             self._wait(lambda: self.failure is not None or bool(self._absent), seconds)
         return self.failure
 
+    def has_left(self, rank: int) -> bool:
+        """Say whether a rank has ended or died."""
+        return rank in self._absent
+
     def where_is_everyone(self) -> str:
         """Ask every rank what it is doing.
 
@@ -156,11 +179,12 @@ class FailureWatch:
         """
         with self._changed:
             self._num_questions += 1
-            self._answers = {self._rank: self.position}
+            self._answers = {self._rank: self.position[:_MAX_TEXT]}
             self._plane.post("where?", self._num_questions)
             self._wait(lambda: len(self._answers.keys() | self._absent.keys()) == self._size, _ANSWER_S)
-            unknown = _NO_ANSWER if self._plane.is_connected else _CUT_OFF
-            answers = {**dict.fromkeys(range(self._size), unknown), **self._absent, **self._answers}
+            reached = self._answers.keys()
+            unknown = {r: _NO_ANSWER if self._plane.relays(r) <= reached else _CUT_OFF for r in range(self._size)}
+            answers = {**unknown, **self._absent, **self._answers}
             silent = _SILENT.format(heartbeat_seconds())
             answers |= dict.fromkeys(self._silent - self._answers.keys(), silent)
         lines = [answers[rank].splitlines() for rank in range(self._size)]
@@ -183,6 +207,7 @@ class FailureWatch:
             return
         self._is_closed = True
         atexit.unregister(self.close)
+        self._at_exit.cancel()
         # A bound method is made anew on each access, so compare what it is bound to.
         if getattr(sys.excepthook, "__self__", None) is self:
             sys.excepthook = self._previous_hook
@@ -192,11 +217,11 @@ class FailureWatch:
 
     def _receive(self, sender: int, message: Message) -> None:
         kind, body = message["kind"], message["body"]
-        if kind == "where?":
-            self._plane.post("where", [body, "\n".join([self.position, *self._stack()])], to=sender)
-            return
         with self._changed:
-            if kind == "failed":
+            if kind == "where?":
+                place = self.position[:_MAX_TEXT]
+                self._plane.post("where", [body, "\n".join([place, *self._stack()])], to=sender)
+            elif kind == "failed":
                 self._learn(sender, *body)
             elif kind == "aware?":
                 self._plane.post("aware", [body, self.num_collectives], to=sender)
@@ -217,7 +242,8 @@ class FailureWatch:
 
     def _lose(self, rank: int, *, closed: bool) -> None:
         with self._changed:
-            if rank in self._absent or (rank in self._silent and not closed):
+            # Others may have missed this rank while it was stopped; it knows better.
+            if rank == self._rank or rank in self._absent or (rank in self._silent and not closed):
                 return
             if closed:
                 self._silent.discard(rank)
@@ -236,12 +262,21 @@ class FailureWatch:
         logger.warning("Rank %d answers again.", rank)
 
     def _stack(self) -> list[str]:
-        """Return where the program is, innermost call last."""
-        frame = sys._current_frames().get(self._main_thread)
-        if frame is None:
-            return []
-        summary = traceback.extract_stack(frame)[-_MAX_FRAMES:]
-        return [f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}" for entry in summary]
+        """Return where the program is, and each replica that runs in a thread of its own; innermost call last."""
+        frames = sys._current_frames()
+        shown = {self._main_thread: ""}
+        for thread in threading.enumerate():
+            if thread.name.startswith(_REPLICA_THREADS) and thread.ident is not None:
+                shown[thread.ident] = f"in the thread {thread.name}:"
+        lines = []
+        for ident, title in shown.items():
+            frame = frames.get(ident)
+            if frame is None or (title and frame.f_globals.get("__name__") == _REPLICA_WAITS):
+                continue
+            lines += [title] if title else []
+            for entry in traceback.extract_stack(frame)[-_MAX_FRAMES:]:
+                lines.append(f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"[:_MAX_LINE])
+        return lines
 
     # --- elsewhere
 
@@ -256,7 +291,8 @@ class FailureWatch:
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # KeyboardInterrupt goes to all ranks of a terminal by itself.
-        if isinstance(error, Exception):
+        # A forked child has no connections.
+        if isinstance(error, Exception) and self._plane.is_connected:
             self.report(f"its program ({self.position})", error)
         self._previous_hook(kind, error, trace)
 
@@ -266,7 +302,8 @@ def describe(record: Record) -> str:
     if record["operation"] is None:
         return f"Rank {record['rank']} {record['error']}."
     replica = "" if record["replica"] is None else f" (replica {record['replica']})"
-    return f"Rank {record['rank']}{replica} failed in {record['operation']}: {record['error']}"
+    how = "gave up" if record.get("is_deadline") else "failed"
+    return f"Rank {record['rank']}{replica} {how} in {record['operation']}: {record['error']}"
 
 
 def _lost_record(rank: int, how: str) -> Record:

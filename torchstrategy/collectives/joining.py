@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import DistError
 
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.collectives.rendezvous import meet
+from torchstrategy.collectives.rendezvous import meet, raise_lost_store
 from torchstrategy.devices import local_devices, visible_devices
 from torchstrategy.options import CommunicationOptions
 from torchstrategy.version import __version__
@@ -68,6 +69,7 @@ def join(
         DisagreementError: the processes are not set up alike.
         RuntimeError: they bring different numbers or kinds of devices, or can't meet.
         DeadlineExceededError: one did not come.
+        ReplicaFailedError: one failed.
     """
     description = {
         "cluster": str(job.cluster_spec.as_dict()) if job.task_type is not None else "",
@@ -81,7 +83,10 @@ def join(
     if own[0].type == "cuda":
         torch.cuda.set_device(own[0])
     hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
-    workers = WorkerGroup(meeting, own[0].type, options, hierarchical=hierarchical)
+    try:
+        workers = WorkerGroup(meeting, own[0].type, options, hierarchical=hierarchical)
+    except DistError as error:
+        raise_lost_store(job, meeting.watch, error)
     brought = workers.exchange(f"joining the {strategy}", [str(device) for device in own])
     kinds = [[device.split(":")[0] for device in row] for row in brought]
     if any(row != kinds[0] for row in kinds):

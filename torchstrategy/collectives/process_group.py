@@ -319,6 +319,11 @@ class WorkerGroup:
                 f"{operation} can't be carried out: this rank failed earlier, and others did not, so that the ranks "
                 f"are no longer at the same point. Start the job again. The failure was: {failure['error']}"
             )
+        if failure.get("is_deadline"):  # another rank has waited longer, for the same one
+            text = failure["error"].partition(": ")[2]
+            raise DeadlineExceededError(
+                f"{text}\n(Rank {failure['rank']} says so. This rank was in {operation}.)"
+            ) from None
         raise ReplicaFailedError(f"{describe(failure)}\n(This rank was waiting for it in {operation}.)") from None
 
     def _raise_lost(self, operation: str, error: Exception) -> NoReturn:

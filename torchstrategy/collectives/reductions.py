@@ -88,7 +88,8 @@ def reduce(
         ValueError: ``axis`` is not an axis of every tensor.
         InvalidArgumentError: the shapes left after the reduction differ.
     """
-    operation = operation or f"Strategy.reduce({op.name})"
+    if operation is None:
+        operation = f"Strategy.reduce({op.name})" if axis is None else f"Strategy.reduce({op.name}, axis={axis})"
     if axis is None:
         return all_reduce(op, [tensors], devices[: len(tensors)], ops, workers, num_replicas, operation)[0][0]
     sums = []

@@ -8,12 +8,14 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -22,11 +24,15 @@ from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["Meeting", "meet", "raise_lost_store"]
 
 _TIMEOUT_S = 300.0
 _POLL_S = 0.01
+_REQUEST_S = 50e-6  # what each request costs the store; hundreds of processes ask it
 _LAST_WORDS_S = 3.0
+_STUCK_S = 12.0  # longer than anything else that a wait for the store does once it knows of a failure
+_GRACE_S = 5.0
+T = TypeVar("T")
 _groups: Counter[tuple[str, int, int]] = Counter()
 
 
@@ -53,6 +59,7 @@ class Meeting(NamedTuple):
 class _Joined(NamedTuple):
     store: Store
     watch: FailureWatch
+    address: str
     hosts: tuple[int, ...]
 
 
@@ -71,23 +78,36 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
         RuntimeError: the store can't be reached, or this process joins a job that has already begun.
         DisagreementError: another process describes itself differently.
         DeadlineExceededError: another process did not come.
-        ReplicaFailedError: another process failed.
+        ReplicaFailedError: another process failed, or has ended.
     """
     key = (job.address, job.port, job.attempt)
     timeout_s = timeout_s or _TIMEOUT_S
     description = {"number of processes": str(job.size), **description}
+    watch = None
     try:
-        store, watch, hosts = _join(_FirstMeeting(job, description, timeout_s))
+        store, watch, address, hosts = _join(_FirstMeeting(job, description, timeout_s))
         _groups[key] += 1
         own = PrefixStore(f"torchstrategy/{job.attempt}/{_groups[key]}", store)
         watch.position = f"making its strategy number {_groups[key]} at {call_site()}"
-        _wait_for_all(own, job, description, timeout_s, watch)
+        _in_time(functools.partial(_wait_for_all, own, job, description, timeout_s, watch), job, timeout_s, watch)
     except DistError as error:
-        raise RuntimeError(
-            f"{_name(job, job.rank)} lost the job's store at {job.address}:{job.port}, which {_keeper(job)} keeps: "
-            f"{error}"
-        ) from error
-    return Meeting(own, watch, job.rank, job.size, _own_address(job.address, job.port), hosts)
+        raise_lost_store(job, watch, error)
+    return Meeting(own, watch, job.rank, job.size, address, hosts)
+
+
+def raise_lost_store(job: Job, watch: FailureWatch | None, error: DistError) -> NoReturn:
+    """Raise what explains an error of the job's store.
+
+    Raises:
+        ReplicaFailedError: a process failed.
+        RuntimeError: none is known to.
+    """
+    if watch is not None:
+        watch.wait_for_report(1.0)
+        _raise_if_failed(watch)
+    raise RuntimeError(
+        f"{_name(job, job.rank)} lost the job's store at {job.address}:{job.port}, which {_keeper(job)} keeps: {error}"
+    ) from error
 
 
 class _FirstMeeting:
@@ -110,7 +130,13 @@ class _FirstMeeting:
 def _join(meeting: _FirstMeeting) -> _Joined:
     """Connect to the store and to the other processes, once for each job."""
     job, timeout_s = meeting.job, meeting.timeout_s
-    store = _open_store(job, timeout_s)
+    # Up to three waits of that length: for the store, for the others, for their connections.
+    return _in_time(functools.partial(_connect, meeting, threading.get_ident()), job, 3 * timeout_s)
+
+
+def _connect(meeting: _FirstMeeting, thread: int) -> _Joined:
+    job, timeout_s = meeting.job, meeting.timeout_s
+    store = _in_time(functools.partial(_open_store, job, timeout_s), job, timeout_s)
     own = PrefixStore(f"torchstrategy/{job.attempt}/job", store)
     if own.add(f"joined/{job.rank}", 1) > 1:
         raise RuntimeError(
@@ -118,20 +144,55 @@ def _join(meeting: _FirstMeeting) -> _Joined:
             "start the job again, from its last checkpoint. (If this is another job, two of them use the address "
             f"{job.address}:{job.port}.)"
         )
-    own.set(f"host/{job.rank}", _host_identity())
-    _wait_for_all(own, job, meeting.description, timeout_s)
-    names = [own.get(f"host/{rank}").decode() for rank in range(job.size)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    hosts = tuple(numbers[name] for name in names)
     address = _own_address(job.address, job.port)
-    if len(numbers) > 1 and ipaddress.ip_address(address).is_loopback:
-        raise RuntimeError(
-            f"{_name(job, job.rank)} knows itself as {address}, which processes on other hosts can't reach: "
-            f"{job.address} resolves to it here. Name this host in {job.source} by an address of its network, or mend "
-            "its name in /etc/hosts."
-        )
-    watch = FailureWatch(PrefixStore("control", own), job.rank, hosts, address, timeout_s)
-    return _Joined(store, watch, hosts)
+    own.set(f"host/{job.rank}", json.dumps([_host_identity(), address]))
+    store.set(f"torchstrategy/attempt/{job.rank}", str(job.attempt))
+    try:
+        _wait_for_all(own, job, meeting.description, timeout_s)
+    except DeadlineExceededError as error:
+        raise DeadlineExceededError(f"{error}{_other_attempts(store, job)}") from None
+    cards = own.multi_get([f"host/{rank}" for rank in range(job.size)])
+    names, addresses = zip(*map(json.loads, cards), strict=True)
+    hosts = _number_hosts(job, names, addresses)
+    try:
+        watch = FailureWatch(PrefixStore("control", own), job.rank, hosts, address, timeout_s, thread)
+    except OSError as error:
+        kind = DeadlineExceededError if isinstance(error, TimeoutError) else RuntimeError
+        raise kind(
+            f"{_name(job, job.rank)}, which the others reach at {address}, can't connect to all of them: {error}"
+        ) from error
+    return _Joined(store, watch, address, hosts)
+
+
+def _other_attempts(store: Store, job: Job) -> str:
+    """Say which other attempts processes have joined last; ranks of different ones don't meet."""
+    keys = [f"torchstrategy/attempt/{rank}" for rank in range(job.size)]
+    attempts = {rank: int(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+    others = [f"rank {rank} was in attempt {n}" for rank, n in attempts.items() if n != job.attempt]
+    if not others:
+        return ""
+    return (
+        f" This is attempt {job.attempt} of the job by {job.source}'s count, but {', '.join(others)}: torchrun counts "
+        "on each host by itself, and a host whose processes were healthy does not count. `torchstrategy launch` lets "
+        "all hosts agree."
+    )
+
+
+def _number_hosts(job: Job, names: Sequence[str], addresses: Sequence[str]) -> tuple[int, ...]:
+    """Return for each rank the number of its host.
+
+    Raises:
+        RuntimeError: a process can't be reached from other hosts; on all ranks.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    for rank, address in enumerate(addresses):
+        if len(numbers) > 1 and ipaddress.ip_address(address).is_loopback:
+            raise RuntimeError(
+                f"{_name(job, rank)} knows itself as {address}, which processes on other hosts can't reach: "
+                f"{job.address} resolves to it there. Name that host in {job.source} by an address of its network, or "
+                "mend its name in /etc/hosts."
+            )
+    return tuple(numbers[name] for name in names)
 
 
 def _open_store(job: Job, timeout_s: float) -> Store:
@@ -162,21 +223,65 @@ def _open_store(job: Job, timeout_s: float) -> Store:
         ) from None
 
 
+def _in_time(call: Callable[[], T], job: Job, timeout_s: float, watch: FailureWatch | None = None) -> T:
+    """Return what a call returns that asks the store.
+
+    A store's client waits without end for one that is stopped, or for another program, and can't be interrupted. So a
+    thread makes the call, and is left behind if the call has not noticed by itself that the time is up.
+
+    Raises:
+        DeadlineExceededError: the time is up.
+        ReplicaFailedError: another process failed.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="torchstrategy-store", daemon=True).start()
+    deadline = time.monotonic() + timeout_s + _GRACE_S
+    failed_at = float("inf")
+    while not wait([future], timeout=0.5).done:
+        now = time.monotonic()
+        failure = None if watch is None else watch.failure
+        failed_at = float("inf") if failure is None else min(failed_at, now)
+        if failure is not None and watch is not None and now > failed_at + _STUCK_S:
+            raise ReplicaFailedError(f"{describe(failure)}\n(This rank was {watch.position}.)")
+        if now > deadline:
+            where = "" if watch is None else f" {watch.where_is_everyone()}"
+            raise DeadlineExceededError(
+                f"The job's store at {job.address}:{job.port} does not answer within {timeout_s:g} s. "
+                f"{_keeper(job).capitalize()} keeps it: is that stopped or cut off, or does another program use the "
+                f"port?{where}"
+            )
+    return future.result()
+
+
 def _wait_for_all(
     store: Store, job: Job, description: Mapping[str, str], timeout_s: float, watch: FailureWatch | None = None
 ) -> None:
     """Wait until all processes are here, and compare what they say about themselves as they come."""
     _raise_if_failed(watch)
     store.set(f"here/{job.rank}", json.dumps(description))
+    store.add("arrived", 1)
     missing = [rank for rank in range(job.size) if rank != job.rank]
     deadline = time.monotonic() + timeout_s
+    look_at = 0.0  # in between, one number says whether all are here
     while missing:
-        for rank in list(missing):
-            if store.check([f"here/{rank}"]):
+        is_late = time.monotonic() > deadline
+        ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
+        if is_late or ended or time.monotonic() >= look_at or store.add("arrived", 0) >= job.size:
+            for rank, theirs in _arrived(store, missing).items():
                 missing.remove(rank)
-                _compare(store, job, description, rank)
+                _compare(store, job, description, rank, json.loads(theirs))
+            look_at = time.monotonic() + job.size * len(missing) * _REQUEST_S
         _raise_if_failed(watch)
-        if missing and time.monotonic() > deadline:
+        if watch is not None and (gone := [rank for rank in ended if rank in missing]):
+            raise ReplicaFailedError(f"{_name(job, gone[0])} has ended its program.\n(This rank was {watch.position}.)")
+        if missing and is_late:
             names = ", ".join(_name(job, rank) for rank in missing)
             where = "" if watch is None else f" {watch.where_is_everyone()}"
             raise DeadlineExceededError(
@@ -184,16 +289,23 @@ def _wait_for_all(
                 f"same strategies in the same order.{where}"
             )
         if missing:
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, job.size * _REQUEST_S))
 
 
-def _compare(store: Store, job: Job, description: Mapping[str, str], other: int) -> None:
+def _arrived(store: Store, missing: Sequence[int]) -> dict[int, bytes]:
+    """Return what those ranks say that are here by now."""
+    keys = {rank: f"here/{rank}" for rank in missing}
+    if not store.check(list(keys.values())):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
+
+
+def _compare(store: Store, job: Job, description: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> None:
     """Check that another process describes itself as this one does.
 
     Raises:
         DisagreementError: it does not.
     """
-    theirs = json.loads(store.get(f"here/{other}"))
     names = [name for name in {**description, **theirs} if description.get(name) != theirs.get(name)]
     if not names:
         return
@@ -203,9 +315,9 @@ def _compare(store: Store, job: Job, description: Mapping[str, str], other: int)
         for name in names
     ]
     # The store may end with this process: let the other one read what it needs to say the same.
-    store.add(f"differs/{job.rank}/{other}", 1)
+    store.set(f"differs/{job.rank}", "")
     deadline = time.monotonic() + _LAST_WORDS_S
-    while not store.check([f"differs/{other}/{job.rank}"]) and time.monotonic() < deadline:
+    while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     raise DisagreementError(
         "The processes of this job are not set up alike:\n"
@@ -238,18 +350,27 @@ def _keeper(job: Job) -> str:
 
 
 def _host_identity() -> str:
-    """Return what is equal for two processes exactly if they share a kernel, a network and shared memory."""
+    """Return what is equal for two processes exactly if they share a kernel, a network, process ids and memory."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # not Linux: the name has to do
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/net"))
+        parts.append(os.readlink("/proc/self/ns/pid"))
         parts.append(str(os.stat("/dev/shm").st_dev))
     return "|".join(parts)
 
 
 def _own_address(address: str, port: int) -> str:
     """Return the address of the interface that leads to the store; nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+    reason: OSError | None = None
+    try:
+        for family, kind, _, _, target in socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM):
+            try:
+                with socket.socket(family, kind) as probe:
+                    probe.connect(target)
+                    return str(probe.getsockname()[0])
+            except OSError as error:  # such as IPv6 where there is none
+                reason = error
+    except OSError as error:
+        reason = error
+    raise RuntimeError(f"No interface of this host leads to {address}: {reason}")

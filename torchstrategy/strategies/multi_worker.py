@@ -74,7 +74,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
             raise ValueError(
-                "communication_options must be ts.experimental.CommunicationOptions(...). "
+                "communication_options must be ts.experimental.CommunicationOptions(...), for example with "
+                "implementation='RING'. "
                 f"Received: {communication_options!r}"
             )
         options = communication_options or CommunicationOptions()

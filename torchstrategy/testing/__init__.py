@@ -1,5 +1,5 @@
 """Helpers for tests of distributed programs: worker processes to call functions in, and a pytest fixture of them."""
 
-from torchstrategy.testing.processes import ProcessPool, RemoteError, run_in_processes
+from torchstrategy.testing.processes import Outcome, ProcessPool, RemoteError, run_in_processes
 
-__all__ = ["ProcessPool", "RemoteError", "run_in_processes"]
+__all__ = ["Outcome", "ProcessPool", "RemoteError", "run_in_processes"]

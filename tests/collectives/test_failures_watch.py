@@ -1,0 +1,140 @@
+"""What the ranks learn of each other, several watches in one process."""
+
+import sys
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from torchstrategy.collectives.failures import FailureWatch
+
+
+@pytest.fixture
+def watches():
+    """A function that makes the watches of a layout of hosts, each in a thread."""
+    made = {}
+    hook = sys.excepthook
+
+    def make(hosts, only=None, store=None):
+        store = store or HashStore()
+
+        def join(rank):
+            made[rank] = FailureWatch(store, rank, hosts, "127.0.0.1", 20.0)
+
+        threads = [threading.Thread(target=join, args=(r,)) for r in (range(len(hosts)) if only is None else only)]
+        for thread in threads:
+            thread.start()
+        return made, threads
+
+    def make_all(hosts):
+        _, threads = make(hosts)
+        for thread in threads:
+            thread.join(timeout=30)
+        return [made[rank] for rank in range(len(hosts))]
+
+    make_all.some = make
+    yield make_all
+    for watch in made.values():
+        watch.close()
+    sys.excepthook = hook
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def test_a_failure_that_comes_before_the_watch_is_complete(watches):
+    store, hosts = HashStore(), (0, 0, 1)
+    made, first = watches.some(hosts, only=(0, 2), store=store)
+    until(lambda: 2 in made)  # rank 0 still waits for rank 1
+    reporting = threading.Thread(target=made[2].report, args=("reading", OSError("early")))
+    reporting.start()
+    time.sleep(0.1)
+    _, second = watches.some(hosts, only=(1,), store=store)
+    for thread in [*first, *second, reporting]:
+        thread.join(timeout=20)
+    until(lambda: all(made[rank].failure is not None for rank in range(3)))
+    assert {made[rank].failure["error"] for rank in range(3)} == {"OSError: early"}
+    assert "rank 1: start-up" in made[0].where_is_everyone()
+    assert all(made[rank]._plane.is_connected for rank in range(3))
+
+
+def test_a_rank_that_is_taken_for_stopped_knows_better(watches):
+    first, second, third = watches((0, 0, 0))
+    first._plane.post("lost", [1, False])
+    until(lambda: third.failure is not None)
+    first.where_is_everyone()  # the second has read the message before
+    assert third.failure["rank"] == 1
+    assert second.failure is None
+    first._plane.post("back", 1)
+    until(lambda: third.failure is None)
+
+
+def test_a_rank_that_leaves_is_no_failure(watches):
+    first, second, third = watches((0, 0, 1))
+    second.close()
+    until(lambda: first.has_left(1) and third.has_left(1))
+    assert not first.has_left(2)
+    assert first.failure is third.failure is None
+    assert first.wait_for_report(20.0) is None  # at once
+    assert "Rank 1 has ended its program. " in third.where_is_everyone()
+
+
+def test_very_long_places_can_be_told(watches):
+    first, second = watches((0, 0))
+    second.position = "in all_reduce(" + "*, " * 500_000 + ") at here.py:1"
+    assert "rank 1: in all_reduce(*, *, " in first.where_is_everyone()
+    second.report(second.position, OSError("x" * 2_000_000))
+    assert first.failure["operation"].startswith("in all_reduce(")
+    assert first._plane.is_connected
+    assert second._plane.is_connected
+
+
+def test_a_failure_of_all_is_outlived_again_and_again(watches):
+    ranks = watches((0, 0, 1))
+    for number in range(3):
+        threads = []
+        for watch in ranks:
+            watch.num_collectives += 1
+            threads.append(threading.Thread(target=watch.report, args=("run", ValueError(str(number)))))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert all(watch.failure is not None for watch in ranks)
+        assert all(watch.recover() for watch in ranks)
+        assert all(watch.failure is None for watch in ranks)
+
+
+def test_ranks_behind_one_that_does_not_answer_are_not_blamed(watches):
+    ranks = watches((0, 0, 1, 1))
+    deaf = ranks[2]._plane
+    blocked = threading.Event()
+    deaf._find_silent = lambda now: blocked.wait(30)  # the first rank of the second host passes nothing on
+    deaf._wake()
+    try:
+        text = ranks[1].where_is_everyone()
+    finally:
+        blocked.set()
+    assert text.startswith("Rank 2 does not answer (killed, stopped or cut off). ")
+    assert "rank 3: can't be asked" in text
+    assert "rank 0: start-up" in text
+
+
+def test_a_replica_in_a_thread_of_its_own_shows_its_stack(watches):
+    first, second = watches((0, 0))
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, args=(30,), name="torchstrategy-replica-0")
+    thread.start()
+    first.position, second.position = "in a sum at here.py:1", "in a run at there.py:1"
+    try:
+        text = first.where_is_everyone()
+    finally:
+        ended.set()
+        thread.join()
+    assert "in the thread torchstrategy-replica-0:" in text
+    assert "in wait: " in text
