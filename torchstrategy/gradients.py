@@ -23,7 +23,7 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.packing import pack, plan_buckets, unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.devices import Placement, tensor_device
-from torchstrategy.errors import DivergenceError
+from torchstrategy.errors import DisagreementError, DivergenceError
 from torchstrategy.log import info_once, warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
@@ -47,10 +47,12 @@ class GradientSum(NamedTuple):
     Args:
         parameters: the optimizer's parameters, in its order.
         had_examples: whether the replica's share of the batch was not empty.
+        step: the number of the batch in its iteration, if it is known.
     """
 
     parameters: list[Tensor]
     had_examples: bool
+    step: int | None = None
 
 
 class _Record(NamedTuple):
@@ -62,15 +64,16 @@ class _Record(NamedTuple):
     marked: int
     buffers: int
     weights: tuple[float, ...]
+    step: int | None
 
     def encode(self) -> list[Any]:
         masks = [f"{mask:x}" for mask in (self.dense, self.sparse, self.marked, self.buffers)]
-        return [self.plan, *masks, list(self.weights)]
+        return [self.plan, *masks, list(self.weights), self.step]
 
     @classmethod
     def decode(cls, row: Sequence[Any]) -> _Record:
         dense, sparse, marked, buffers = (int(mask, 16) for mask in row[1:5])
-        return cls(row[0], dense, sparse, marked, buffers, tuple(row[5]))
+        return cls(row[0], dense, sparse, marked, buffers, tuple(row[5]), row[6])
 
 
 class GradientSummer:
@@ -121,7 +124,7 @@ class GradientSummer:
                 f"{[len(part.parameters) for part in parts]}. Change parameter groups outside `run`."
             )
         slots = self._buffers.candidates()
-        record = self._describe(columns, slots, [float(part.had_examples) for part in parts])
+        record = self._describe(columns, slots, parts)
         records = self._exchange(record, columns)
         dense = sparse = marked = changed = 0
         weights: list[float] = []
@@ -167,7 +170,7 @@ class GradientSummer:
             )
 
     def _describe(
-        self, columns: Sequence[Sequence[Tensor]], slots: Sequence[Slot], weights: Sequence[float]
+        self, columns: Sequence[Sequence[Tensor]], slots: Sequence[Slot], parts: Sequence[GradientSum]
     ) -> _Record:
         dense = sparse = marked = 0
         for k, column in enumerate(columns):
@@ -188,7 +191,8 @@ class GradientSummer:
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
         plan = "" if self._workers is None else self._plan(columns)
-        return _Record(plan, dense, sparse, marked, changed, tuple(weights))
+        weights = tuple(float(part.had_examples) for part in parts)
+        return _Record(plan, dense, sparse, marked, changed, weights, parts[0].step)
 
     def _plan(self, columns: Sequence[Sequence[Tensor]]) -> str:
         """Return a hash of the parameters' shapes and dtypes."""
@@ -206,6 +210,13 @@ class GradientSummer:
         if any(row.plan != record.plan for row in records):
             layout = [[list(column[0].shape), str(column[0].dtype)] for column in columns]
             self._workers.agree(operation, layout, "parameters (shapes and dtypes)")
+        if len({row.step for row in records} - {None}) > 1:
+            raise DisagreementError(
+                "The ranks sum gradients of different batches of a dataset:\n"
+                + "\n".join(f"  rank {rank}: batch {row.step} of its iteration" for rank, row in enumerate(records))
+                + "\nA rank has left out a batch, or read one more. Every rank must run its function on every element, "
+                "also where its share is empty."
+            )
         if columns:
             self._num_sums[record.plan] += 1
             count = self._num_sums[record.plan]

@@ -216,7 +216,7 @@ class ReplicaContext:
         self._check_optimizer(plain)
         shares = self.batch_shares
         had_examples = shares is None or shares.shares[self._replica_id] > 0
-        payload = GradientSum(optimizer_parameters(plain), had_examples)
+        payload = GradientSum(optimizer_parameters(plain), had_examples, None if shares is None else shares.step)
         self._meet(MergeRequest("the sum of gradients", self._strategy.gradient_summer, payload))
 
     def mark_summed(self, optimizer: Optimizer) -> None:

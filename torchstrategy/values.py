@@ -7,7 +7,7 @@ replicas; with one replica a plain value is the replica's value.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -34,9 +34,11 @@ class BatchShares:
 
     Args:
         shares: one count for each replica in sync, in the order of replica ids.
+        step: how many elements its iterator had given before it, where several processes compare that.
     """
 
     shares: tuple[int, ...]
+    step: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def total(self) -> int:

@@ -477,3 +477,25 @@ def variable_made_outside():
         for _ in range(2):
             strategy.run(lambda: variable.assign_add(1.0))
     return [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def skips_a_batch() -> list[int]:
+    """Rank 1 leaves out the fourth batch, and would end an epoch later than this in any case."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        ts.nn.compute_average_loss(model(x).square().mean(1), global_batch_size="actual").backward()
+        optimizer.step()
+
+    done = []
+    for number, x in enumerate(strategy.experimental_distribute_dataset(torch.ones(400, 1), batch_size=4)):
+        if number == 3 and strategy.workers.rank == 1:
+            continue
+        strategy.run(step, args=(x,))
+        done.append(number)
+        assert number <= 3, "the ranks summed gradients of different batches"
+    return done

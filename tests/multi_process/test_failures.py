@@ -53,6 +53,13 @@ def test_different_tensors_are_named_before_data_moves(kind, expected, process_p
         assert f"rank 1: [[{expected}" in str(error) or expected in str(error)
 
 
+def test_a_rank_that_leaves_out_a_batch_is_noticed_at_the_next_sum(process_pool):
+    errors = errors_of(process_pool(2), programs.skips_a_batch)
+    for error in errors.values():
+        assert isinstance(error, ts.errors.DisagreementError)
+        assert "rank 0: batch 3 of its iteration\n  rank 1: batch 4 of its iteration" in str(error)
+
+
 def test_a_late_rank_runs_into_the_deadline_and_is_located(process_pool):
     errors = errors_of(process_pool(2), programs.fails, "sleeps")
     assert isinstance(errors[0], ts.errors.DeadlineExceededError)

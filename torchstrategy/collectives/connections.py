@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 import time
@@ -41,10 +42,10 @@ class Channel:
         """
         rest = memoryview(message)
         while rest:
-            try:
+            with contextlib.suppress(TimeoutError):
                 rest = rest[self.socket.send(rest) :]
-            except TimeoutError:
-                check()
+                continue
+            check()
 
     def receive(self, size: int, check: Check) -> bytes:
         """Return the next ``size`` bytes; arguments and errors as in ``send``."""
@@ -63,9 +64,10 @@ class Channel:
 
     def _read(self, size: int, check: Check) -> None:
         while True:
-            try:
+            part = None
+            with contextlib.suppress(TimeoutError):
                 part = self.socket.recv(size)
-            except TimeoutError:
+            if part is None:
                 check()
                 continue
             if not part:

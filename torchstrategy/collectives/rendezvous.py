@@ -23,11 +23,14 @@ from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
+from torchstrategy.log import logger
 
 __all__ = ["Meeting", "meet", "raise_lost_store"]
 
 _TIMEOUT_S = 300.0
 _POLL_S = 0.01
+_KNOCK_S = 0.05
+_PATIENCE_S = 10.0
 _REQUEST_S = 50e-6  # what each request costs the store; hundreds of processes ask it
 _LAST_WORDS_S = 3.0
 _STUCK_S = 12.0  # longer than anything else that a wait for the store does once it knows of a failure
@@ -200,6 +203,8 @@ def _open_store(job: Job, timeout_s: float) -> Store:
     is_master = job.rank == 0 and not job.hosted
     where = f"{job.address}:{job.port}"
     try:
+        if not is_master:
+            _reach(job, timeout_s)
         return TCPStore(
             job.address,
             job.port,
@@ -209,7 +214,7 @@ def _open_store(job: Job, timeout_s: float) -> Store:
             multi_tenant=True,
             wait_for_workers=False,
         )
-    except DistError as error:
+    except (DistError, OSError) as error:
         reason = str(error).partition("\nException raised from")[0].rstrip(". ")
         if is_master:
             raise RuntimeError(
@@ -221,6 +226,28 @@ def _open_store(job: Job, timeout_s: float) -> Store:
             f"{_keeper(job).capitalize()} keeps it: did it start, and do all processes know the same address? "
             f"({job.source} says so.)"
         ) from None
+
+
+def _reach(job: Job, timeout_s: float) -> None:
+    """Wait until something listens at the store's address; torch's client would print a page each time it fails.
+
+    Raises:
+        OSError: nothing does; also if the name does not resolve.
+    """
+    start = time.monotonic()
+    is_said = False
+    while True:
+        remaining = start + timeout_s - time.monotonic()
+        try:
+            socket.create_connection((job.address, job.port), timeout=max(0.1, remaining)).close()
+            return
+        except OSError:
+            if time.monotonic() > start + timeout_s:
+                raise
+        if not is_said and time.monotonic() > start + _PATIENCE_S:
+            is_said = True
+            logger.warning("Waiting for %s to listen at %s:%d.", _keeper(job), job.address, job.port)
+        time.sleep(_KNOCK_S)
 
 
 def _in_time(call: Callable[[], T], job: Job, timeout_s: float, watch: FailureWatch | None = None) -> T:
@@ -269,6 +296,7 @@ def _wait_for_all(
     store.add("arrived", 1)
     missing = [rank for rank in range(job.size) if rank != job.rank]
     deadline = time.monotonic() + timeout_s
+    say_at = time.monotonic() + _PATIENCE_S
     look_at = 0.0  # in between, one number says whether all are here
     while missing:
         is_late = time.monotonic() > deadline
@@ -288,6 +316,9 @@ def _wait_for_all(
                 f"{names} did not make its strategy within {timeout_s:g} s. Every process must start, and make the "
                 f"same strategies in the same order.{where}"
             )
+        if missing and time.monotonic() > say_at and (job.rank == 0 or 0 in missing):
+            say_at = deadline
+            logger.warning("Waiting for %s to make its strategy.", ", ".join(_name(job, rank) for rank in missing))
         if missing:
             time.sleep(max(_POLL_S, job.size * _REQUEST_S))
 

@@ -270,6 +270,7 @@ class DistributedIterator:
         self._cursor = cursor
         self._dataset = dataset
         self._num_read = 0
+        self._num_given = 0
         self._elements: deque[tuple[InFlight, dict[str, Any] | Exception | None]] = deque()
         self._end: Exception | None = None
         self._end_state: dict[str, Any] | Exception | None = None
@@ -282,7 +283,9 @@ class DistributedIterator:
             self._read()
         if self._elements:
             in_flight, snapshot = self._elements.popleft()
-            element = self._copies.finish(in_flight)
+            # Processes that sum gradients compare which element these are of.
+            element = self._copies.finish(in_flight, None if self._dataset._workers is None else self._num_given)
+            self._num_given += 1
             self._cursor.move(snapshot)
             return element
         error = self._end
@@ -327,7 +330,7 @@ class DistributedIterator:
         self._reading, self._cursor = self._dataset._open()
         self._elements.clear()
         self._end = self._end_state = None
-        self._num_read = 0
+        self._num_read = self._num_given = 0
 
     @property
     def state_is_collective(self) -> bool:

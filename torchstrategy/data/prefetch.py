@@ -17,7 +17,7 @@ from torch import Tensor
 from torchstrategy import tree
 from torchstrategy.data.batch import LocalBatch, as_given
 from torchstrategy.devices import Placement, tensor_device
-from torchstrategy.values import PerReplica, set_shares
+from torchstrategy.values import BatchShares, PerReplica, set_shares
 
 __all__ = ["DeviceCopies", "InFlight"]
 
@@ -78,13 +78,14 @@ class DeviceCopies:
         sent = LocalBatch(list(zip(*rows, strict=True)), local.shares, local.spec)
         return InFlight(sent, [arrival for arrival in arrivals if arrival is not None])
 
-    def finish(self, in_flight: InFlight) -> Any:
+    def finish(self, in_flight: InFlight, step: int | None = None) -> Any:
         """Build the element that the user gets: on the replicas' devices, tagged with its shares.
 
         What the calling thread's current streams are given from now on comes after the copies.
 
         Args:
             in_flight: what ``start`` returned.
+            step: the element's number, for its tags.
 
         Returns:
             The batch with ``PerReplica`` leaves, or with plain ones if this process has one replica.
@@ -93,11 +94,17 @@ class DeviceCopies:
             _receive(arrival)
         local = in_flight.local
         leaves = []
-        for column, shares in zip(local.columns, local.shares, strict=True):
+        tags = local.shares if step is None else _number(local.shares, step)
+        for column, shares in zip(local.columns, tags, strict=True):
             values = [as_given(leaf) for leaf in column]
             leaf = values[0] if len(values) == 1 or values[0] is None else PerReplica(values)
             leaves.append(leaf if shares is None else set_shares(leaf, shares))
         return tree.unflatten(local.spec, leaves)
+
+
+def _number(tags: Sequence[BatchShares | None], step: int) -> list[BatchShares | None]:
+    numbered = {tag: None if tag is None else BatchShares(tag.shares, step) for tag in set(tags)}
+    return [numbered[tag] for tag in tags]
 
 
 def _send(row: list[Any], device: torch.device) -> _Arrival | None:

@@ -15,6 +15,7 @@ from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.joining import devices_of_process, join
+from torchstrategy.collectives.routes import choose_implementation
 from torchstrategy.devices import Placement, full_device_name
 from torchstrategy.log import logger, warn_once
 from torchstrategy.options import CommunicationImplementation, CommunicationOptions
@@ -81,6 +82,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         options = communication_options or CommunicationOptions()
         job = find_job(cluster_resolver, os.environ)
         own = devices_of_process(devices, job)
+        choose_implementation(options.implementation, own[0].type)  # what is wrong here needs no other worker
         if job is not None and job.task_type is not None:
             self._task = (job.task_type, job.task_id or 0)
         if job is not None and "ps" in job.cluster_spec.jobs:
