@@ -33,7 +33,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 import torchstrategy as ts
-from torchstrategy.cluster_resolver.detect import find_job
 
 LOCALHOST = "127.0.0.1"
 
@@ -61,7 +60,7 @@ def launched(function: Callable[[DictConfig], Any]) -> Callable[[DictConfig], An
                 raise ValueError(f"launcher.{name} must be an integer of at least {least}. Received: {value!r}")
         if nproc == 1 and max_restarts == 0:
             return function(config)
-        job = find_job()
+        job = ts.cluster_resolver.find_job()
         if job is not None and job.size > 1:
             raise ValueError(
                 f"launcher.nproc={nproc} and launcher.max_restarts={max_restarts} would start processes in each of "
@@ -79,13 +78,13 @@ def launched(function: Callable[[DictConfig], Any]) -> Callable[[DictConfig], An
 
 def world_size() -> int:
     """Return the number of processes that torchrun, TF_CONFIG or SLURM announced."""
-    job = find_job()
+    job = ts.cluster_resolver.find_job()
     return 1 if job is None else job.size
 
 
 def attempt() -> int:
     """Return how often the launcher has restarted the job."""
-    job = find_job()
+    job = ts.cluster_resolver.find_job()
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if job is None else job.attempt
 
 
@@ -98,7 +97,7 @@ def check_strategy(strategy: ts.Strategy) -> None:
     Raises:
         ValueError: it joins fewer processes than there are, or this process is not one of those that train.
     """
-    job = find_job()
+    job = ts.cluster_resolver.find_job()
     if job is not None and job.task_type == "evaluator":
         raise ValueError(
             f"{job.source} says that this process is the evaluator, but the recipe trains: it would train a model of "
@@ -121,7 +120,7 @@ def start_time() -> str:
         RuntimeError: there are several processes, and the chief can't be reached.
     """
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
-    job = find_job()
+    job = ts.cluster_resolver.find_job()
     if job is None or job.size == 1:
         return now
     try:

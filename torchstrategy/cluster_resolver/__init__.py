@@ -5,7 +5,9 @@ A resolver reads a description of the cluster; strategies take it as ``cluster_r
 
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.detect import explain, find_job
 from torchstrategy.cluster_resolver.gce import GCEClusterResolver
+from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.cluster_resolver.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
 from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver
@@ -17,6 +19,7 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "GCEClusterResolver",
+    "Job",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
     "SimpleClusterResolver",
@@ -25,4 +28,6 @@ __all__ = [
     "TPUClusterResolver",
     "TorchrunClusterResolver",
     "UnionResolver",
+    "explain",
+    "find_job",
 ]

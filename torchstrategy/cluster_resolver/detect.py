@@ -37,7 +37,7 @@ class _Finding:
     error: Exception | None = None
 
 
-def find_job(resolver: ClusterResolver | None = None, environ: Mapping[str, str] = os.environ) -> Job | None:
+def find_job(resolver: ClusterResolver | None = None, environ: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to.
 
     The first of these that names a cluster is taken: a resolver that is given, ``torchrun``'s variables, ``TF_CONFIG``,
@@ -46,7 +46,7 @@ def find_job(resolver: ClusterResolver | None = None, environ: Mapping[str, str]
 
     Args:
         resolver: a cluster resolver; the environment is then not asked.
-        environ: the environment variables.
+        environ: the environment variables; ``None`` means those of this process.
 
     Returns:
         The job; ``None`` if this process stands alone.
@@ -64,14 +64,15 @@ def find_job(resolver: ClusterResolver | None = None, environ: Mapping[str, str]
         >>> job.rank, job.size, job.address, job.port
         (1, 2, 'host1', 2222)
     """
+    environ = os.environ if environ is None else environ
     return _job_of_environment(environ) if resolver is None else _job_of_resolver(resolver, environ)
 
 
-def explain(environ: Mapping[str, str] = os.environ) -> list[str]:
+def explain(environ: Mapping[str, str] | None = None) -> list[str]:
     """Say for each source of the environment what it says, and whether it is taken and why.
 
     Args:
-        environ: the environment variables.
+        environ: the environment variables; ``None`` means those of this process.
 
     Returns:
         One line for each source, in the order of precedence.
@@ -87,7 +88,7 @@ def explain(environ: Mapping[str, str] = os.environ) -> list[str]:
     """
     lines = []
     winner: str | None = None
-    for finding in _findings(environ):
+    for finding in _findings(os.environ if environ is None else environ):
         if winner is None and (finding.job is not None or finding.error is not None):
             winner = finding.source
             verdict = "Taken." if finding.error is None else "Taken, which fails: mend it or unset it."
