@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
@@ -145,10 +145,20 @@ class ControlPlane:
             while missing := expected - set(self._peers):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise TimeoutError(f"Rank {sorted(missing)} did not connect within {timeout_s:g} s.")
+                    self._give_up(sorted(missing), f"did not connect within {timeout_s:g} s")
                 listener.settimeout(remaining)
                 with contextlib.suppress(TimeoutError):
                     self._welcome(listener.accept()[0], key, missing)
+
+    def _give_up(self, missing: Sequence[int], how: str) -> NoReturn:
+        """Tell the ranks that are connected whom this one waited for; else they would take this one for the culprit."""
+        names = ", ".join(map(str, missing))
+        record = {"rank": names, "replica": None, "operation": None, "error": how, "num_collectives": -1}
+        message = frame({"from": self._rank, "to": None, "kind": "failed", "body": [0, record]})
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.connection.send(message)
+        raise TimeoutError(f"Rank {names} {how}.")
 
     def _call(self, other: int, store: Store, key: bytes, timeout_s: float) -> None:
         host, port = _wait_for(store, f"address/{other}", other).decode().split()
