@@ -220,7 +220,10 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
 
 def _job_of_resolver(resolver: ClusterResolver, environ: Mapping[str, str]) -> Job | None:
     if not isinstance(resolver, ClusterResolver):
-        raise TypeError(f"cluster_resolver must be a ts.cluster_resolver.ClusterResolver. Received: {resolver!r}")
+        raise TypeError(
+            f"cluster_resolver must be a ts.cluster_resolver.ClusterResolver. Received: {resolver!r}. Pass for example "
+            "ts.cluster_resolver.TFConfigClusterResolver()."
+        )
     if isinstance(resolver, TorchrunClusterResolver):
         found = resolver.detect()
         return _job_of_torchrun(found, resolver) if found else None

@@ -6,6 +6,7 @@ words by ``WorkerGroup``. Shared memory has a module of its own.
 
 from __future__ import annotations
 
+import abc
 import functools
 import os
 import time
@@ -126,15 +127,8 @@ class NcclPlane(C10dPlane):
         work.wait()  # with a time limit NCCL would block this thread, and give up for good at its end
 
 
-class MessagePlane:
-    """Small tensors in messages: one hop, and every rank adds up by itself. Tensors are on the CPU.
-
-    Args:
-        records: the connections.
-    """
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
+class _WaitingPlane(abc.ABC):
+    """A plane that does all its work when the end is waited for."""
 
     def start_sum(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
@@ -147,6 +141,26 @@ class MessagePlane:
     def start_broadcast(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
         return functools.partial(self._broadcast, tensor)
+
+    @abc.abstractmethod
+    def _sum(self, numbers: Tensor, check: Check) -> None: ...
+
+    @abc.abstractmethod
+    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, check: Check) -> None: ...
+
+    @abc.abstractmethod
+    def _broadcast(self, tensor: Tensor, check: Check) -> None: ...
+
+
+class MessagePlane(_WaitingPlane):
+    """Small tensors in messages: one hop, and every rank adds up by itself. Tensors are on the CPU.
+
+    Args:
+        records: the connections.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
 
     def _sum(self, numbers: Tensor, check: Check) -> None:
         bodies = self._exchange(to_bytes(numbers), check)
@@ -169,7 +183,7 @@ class MessagePlane:
         return [body[len(_MARK) :] for body in bodies]
 
 
-class HierarchicalPlane:
+class HierarchicalPlane(_WaitingPlane):
     """Collectives within each host, then between the hosts' first ranks, then back. Tensors are on the CPU.
 
     Args:
@@ -184,18 +198,6 @@ class HierarchicalPlane:
         self._host = hosts[rank]
         self._local = local
         self._leaders = leaders
-
-    def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
-        return functools.partial(self._sum, as_addable(tensor))
-
-    def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
-        return functools.partial(self._gather, outputs, tensor)
-
-    def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
-        return functools.partial(self._broadcast, tensor)
 
     def _sum(self, numbers: Tensor, check: Check) -> None:
         if self._local is not None:

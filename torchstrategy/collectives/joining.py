@@ -72,7 +72,7 @@ def join(
         ReplicaFailedError: one failed.
     """
     description = {
-        "cluster": str(job.cluster_spec.as_dict()) if job.task_type is not None else "",
+        "cluster": str(job.cluster_spec.as_dict()),
         "torchstrategy": __version__,
         "torch": torch.__version__,
         "strategy": strategy,

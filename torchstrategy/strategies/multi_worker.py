@@ -68,11 +68,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         concurrent: bool = False,
         check_every: int = 1000,
     ) -> None:
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-            raise TypeError(
-                "cluster_resolver must be a ts.cluster_resolver.ClusterResolver, such as "
-                f"ts.cluster_resolver.TFConfigClusterResolver(). Received: {cluster_resolver!r}"
-            )
         if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
             raise ValueError(
                 "communication_options must be ts.experimental.CommunicationOptions(...), for example with "
