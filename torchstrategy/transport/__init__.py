@@ -1,0 +1,1 @@
+"""Authenticated connections between a coordinator, its workers and its parameter servers."""
