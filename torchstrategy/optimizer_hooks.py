@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchstrategy.context import current_replica_context
 from torchstrategy.gradients import optimizer_parameters
 from torchstrategy.options import ReduceOp
-from torchstrategy.replicas.marks import mark_applied, note_backward, unmark
+from torchstrategy.replicas.host_memory import is_updating
+from torchstrategy.replicas.marks import is_own, mark_applied, note_backward, unmark
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner, watch
 
@@ -73,6 +74,9 @@ def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int 
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if is_updating():
+        _check_summed(resolve(optimizer))
+        return None
     context = current_replica_context()
     plain = resolve(optimizer)
     if context is None or context.num_replicas_in_sync == 1:
@@ -92,12 +96,22 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     context = current_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if context is None or context.num_replicas_in_sync == 1 or is_updating():
         return
     context.step_depth -= 1
     if context.step_depth == 0:  # wrappers such as SAM step inside their own step
         for parameter in optimizer_parameters(resolve(optimizer)):
             mark_applied(parameter)
+
+
+def _check_summed(optimizer: Optimizer) -> None:
+    """Refuse a step inside another optimizer's update on the host, where replicas can't meet, if it needs a sum."""
+    if any(is_own(parameter) for parameter in optimizer_parameters(optimizer)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called inside another optimizer's step on the host, for "
+            "parameters that the other one does not have, so their gradients are not summed. Call "
+            "`ts.get_replica_context().sum_gradients(optimizer)` for it before, or give the outer one all parameters."
+        )
 
 
 def _with_summed_closure(

@@ -214,9 +214,7 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             return
         self._check_optimizer(plain)
-        shares = self.batch_shares
-        had_examples = shares is None or shares.shares[self._replica_id] > 0
-        payload = GradientSum(optimizer_parameters(plain), had_examples, None if shares is None else shares.step)
+        payload = self._gradient_sum(plain)
         self._meet(MergeRequest("the sum of gradients", self._strategy.gradient_summer, payload))
 
     def mark_summed(self, optimizer: Optimizer) -> None:
@@ -284,6 +282,12 @@ class ReplicaContext:
             "dataset (a tensor computed from one does not count). Pass the batch itself to `strategy.run`, or say "
             f"which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
         )
+
+    def _gradient_sum(self, optimizer: Optimizer) -> GradientSum:
+        """Return what this replica brings to the sum of a plain optimizer's gradients."""
+        shares = self.batch_shares
+        had_examples = shares is None or shares.shares[self._replica_id] > 0
+        return GradientSum(optimizer_parameters(optimizer), had_examples, None if shares is None else shares.step)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose gradients this replica can't sum.

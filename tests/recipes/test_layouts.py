@@ -55,6 +55,24 @@ def test_weights_are_those_of_one_process(layout, optimizer, expected, tmp_path)
         torch.testing.assert_close(weight, expected[optimizer][name], rtol=0, atol=TOLERANCE[optimizer])
 
 
+CENTRAL = {
+    "2 in one process": ["strategy.compute_devices=[cpu:0,cpu:1]"],
+    "2 by the launcher": ["launcher.nproc=2"],
+    "2 times 2 by the launcher": ["strategy.compute_devices=[cpu:0,cpu:1]", "launcher.nproc=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("layout", CENTRAL)
+def test_weights_of_central_storage_are_those_of_one_process(layout, optimizer, expected, tmp_path):
+    options = SGD if optimizer == "sgd" else ADAM
+    weights = train(layouts.alone(RECIPE, *COMMON, *options, "strategy=central_storage", *CENTRAL[layout]), tmp_path)
+    assert weights.keys() == expected[optimizer].keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[optimizer][name], rtol=0, atol=TOLERANCE[optimizer])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options", "end"),

@@ -163,15 +163,14 @@ def bind_step(obj: Any, copied: Any) -> None:
     if not isinstance(obj, Optimizer) or "step" not in obj.__dict__:
         return
     reference = weakref.ref(copied)
-    plain = type(copied).step
 
-    @functools.wraps(plain)
+    @functools.wraps(type(copied).step)
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer: Any = reference()
         if optimizer is None:
             raise RuntimeError("The optimizer of this step no longer exists.")
         optimizer._opt_called = True
-        return types.MethodType(plain, optimizer)(*args, **kwargs)
+        return types.MethodType(type(optimizer).step, optimizer)(*args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     copied.__dict__["step"] = step

@@ -31,8 +31,21 @@ __all__ = ["DirectHosting", "Hosting", "ThreadedHosting", "on_device"]
 _DEVICE_CONTEXT = "DeviceContext"
 
 
+class Visits(Protocol):
+    """What wants to know when the replicas' tensors are in use: they may stand elsewhere outside ``run``."""
+
+    def arrive(self) -> None:
+        """Prepare for replica functions, which start or go on."""
+
+    def depart(self) -> None:
+        """Clean up after them; what follows is in cross-replica context."""
+
+
 class Hosting(Protocol):
     """What a strategy needs of the place where its replicas run."""
+
+    #: What is told of the beginning and end of runs, if anything.
+    visits: Visits | None
 
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` for each local replica and return the results."""
@@ -83,6 +96,7 @@ class DirectHosting(Hosting):
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
         self._modes = contextlib.nullcontext if workers is None else first_run_modes
+        self.visits = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -92,23 +106,32 @@ class DirectHosting(Hosting):
             self._streams.seed_accelerators()
             self._streams.begin()
             self._streams.enter(0)
+        if self.visits is not None:
+            self.visits.arrive()
         push_frame(frame)
         try:
             with on_device(self._device), modes():
                 return [fn(*args, **kwargs)]
         finally:
             pop_frame(frame)
+            if self.visits is not None:
+                self.visits.depart()
             if self._streams is not None:
                 self._streams.leave(0)
                 self._streams.end()
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
+        visits = self.visits if request.kind == "merge_call" else None  # the program's function, not ours
         frame = Frame(self._strategy, None)
         push_frame(frame)
+        if visits is not None:
+            visits.depart()
         try:
             return request.fn([request.payload])[0]
         finally:
+            if visits is not None:
+                visits.arrive()
             pop_frame(frame)
 
     @override
@@ -208,6 +231,7 @@ class ThreadedHosting(Hosting):
         self._depth = 0
         self._modes: Callable[[], contextlib.AbstractContextManager[None]] = first_run_modes
         self._lock = threading.RLock()
+        self.visits = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -272,7 +296,7 @@ class ThreadedHosting(Hosting):
             turns = _Turns(self._streams, self._check)
             self._runners.append(Runner(len(tasks), turns, self._call_merge, concurrent=self._concurrent))
         runner = self._runners[self._depth]
-        self._set.before_run()
+        self._before_functions()
         if outermost:
             self._check.begin(self._set.slots)
             self._streams.seed_accelerators()
@@ -285,7 +309,7 @@ class ThreadedHosting(Hosting):
                 self._check.end()
         finally:
             self._depth -= 1
-            self._set.after_run()
+            self._after_functions()
             if outermost:
                 if not self._concurrent:
                     self._streams.end()
@@ -302,10 +326,20 @@ class ThreadedHosting(Hosting):
 
     def _call_from_outside(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
         """Call the user's merge function, whose changes to replica 0 are for all replicas."""
-        self._set.after_run()
+        self._after_functions()
         results = fn(payloads)
-        self._set.before_run()
+        self._before_functions()
         return results
+
+    def _before_functions(self) -> None:
+        self._set.before_run()
+        if self.visits is not None:
+            self.visits.arrive()
+
+    def _after_functions(self) -> None:
+        if self.visits is not None:
+            self.visits.depart()
+        self._set.after_run()
 
     def _call(
         self,

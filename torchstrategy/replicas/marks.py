@@ -8,7 +8,16 @@ from torch import Tensor
 
 from torchstrategy.collectives.call_site import call_site
 
-__all__ = ["check_can_be_summed", "is_marked", "mark", "mark_applied", "note_backward", "unmark", "was_edited"]
+__all__ = [
+    "check_can_be_summed",
+    "is_marked",
+    "is_own",
+    "mark",
+    "mark_applied",
+    "note_backward",
+    "unmark",
+    "was_edited",
+]
 
 _MARK = "_ts_gradient"
 _UNUSED_SUM = "_ts_unused_sum"
@@ -56,6 +65,12 @@ def is_marked(parameter: Tensor) -> bool:
     if found is None:  # the program may have replaced a summed gradient, as in `p.grad = clip(p.grad)`
         return hasattr(parameter, _UNUSED_SUM)
     return found.kind == "summed" or (found.kind == "applied" and found.version == parameter.grad._version)
+
+
+def is_own(parameter: Tensor) -> bool:
+    """Say whether a parameter's gradient is known to be one replica's, not summed."""
+    found = _mark_of(parameter)
+    return found is not None and found.kind == "own"
 
 
 def note_backward(parameter: Tensor, *, inside: bool) -> None:

@@ -18,7 +18,16 @@ from torchstrategy import tree
 from torchstrategy.devices import tensor_device
 from torchstrategy.replicas.adapters import is_a
 
-__all__ = ["MetricState", "is_metric", "load_state", "merged_copy", "merged_states", "metrics_of"]
+__all__ = [
+    "MetricState",
+    "add_state",
+    "is_metric",
+    "load_state",
+    "merged_copy",
+    "merged_states",
+    "metrics_of",
+    "own_states",
+]
 
 _OPERATION = "merging of metric states"
 
@@ -71,7 +80,7 @@ def merged_states(strategy: Any, bodies: Sequence[Any], *, resumable: bool = Fal
     Raises:
         ValueError: with ``resumable``, some can't: a metric combines its replicas' states only when it computes.
     """
-    local = [{name: _read_state(metric) for name, metric in metrics_of(body).items()} for body in bodies]
+    local = [own_states(body) for body in bodies]
     is_alone = strategy is None or strategy.workers is None
     replicas = local if is_alone else _gather(strategy, local, _operation(bodies[0]))
     metrics = metrics_of(bodies[0])
@@ -89,6 +98,16 @@ def load_state(metric: Any, state: MetricState) -> None:
     for key, value in state.values.items():
         on_device = [t.to(metric.device) for t in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, key, on_device)
+
+
+def own_states(body: Any) -> dict[str, MetricState]:
+    """Return what one replica's metric, collection or wrapper holds, by the metrics' module names."""
+    return {name: _read_state(metric) for name, metric in metrics_of(body).items()}
+
+
+def add_state(metric: Any, state: MetricState) -> None:
+    """Merge into one metric what another has accumulated."""
+    load_state(metric, _merge(metric, [_read_state(metric), state], resumable=True))
 
 
 def _read_state(metric: Any) -> MetricState:

@@ -113,7 +113,13 @@ class SyncOnReadVariable(DistributedVariable):
         )
 
 
-def make_variable(strategy: Any, context: Any, value: Tensor, options: VariableOptions) -> Variable:
+def make_variable(
+    strategy: Any,
+    context: Any,
+    value: Tensor,
+    options: VariableOptions,
+    cls: type[DistributedVariable] | None = None,
+) -> Variable:
     """Make a variable with a copy on each of a strategy's replicas.
 
     Args:
@@ -122,6 +128,7 @@ def make_variable(strategy: Any, context: Any, value: Tensor, options: VariableO
             ``None`` in cross-replica context.
         value: its initial value.
         options: what it is made with.
+        cls: its class; ``None`` means the one that ``options.synchronization`` asks for.
 
     Raises:
         ValueError: such a variable can't have several copies.
@@ -138,18 +145,19 @@ def make_variable(strategy: Any, context: Any, value: Tensor, options: VariableO
             f"A variable of dtype {value.dtype} can't have aggregation MEAN: the mean of integers is no integer. Use "
             "a floating-point dtype, SUM or ONLY_FIRST_REPLICA."
         )
-    cls = SyncOnReadVariable if options.synchronization is VariableSynchronization.ON_READ else MirroredVariable
+    is_on_read = options.synchronization is VariableSynchronization.ON_READ
+    made_as = cls or (SyncOnReadVariable if is_on_read else MirroredVariable)
     operation = f"making variable {options.name!r}"
     if context is None:
         if strategy.workers is not None:  # the chief's value, for whoever reads it before the first run
             value = value_of_first_replica(strategy, value.detach(), operation)
-        variable = distribute(cls, strategy, value, options)
+        variable = distribute(made_as, strategy, value, options)
         variable.is_new = True  # what its layer writes into it until then is an initial value, too
         return variable
 
     def merge(values: list[Tensor]) -> list[Variable]:
         first = value_of_first_replica(strategy, values[0], operation)
-        return [distribute(cls, strategy, first, options)] * len(values)
+        return [distribute(made_as, strategy, first, options)] * len(values)
 
     made: Variable = context._meet(MergeRequest(operation, merge, value))
     return made

@@ -1,0 +1,34 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark_central_storage.py"
+WIDTH = 256
+
+
+def test_table_says_where_memory_is(tmp_path):
+    options = [f"width={WIDTH}", "layers=2", "steps=3", "replicas=[2]", "processes=[2]", "hydra.run.dir=run"]
+    process = subprocess.run(
+        [sys.executable, str(RECIPE), *options], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    rows = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [(row["kind"], row["where"]) for row in rows] == [
+        (kind, where) for where in ("2 in one process", "1 in each of 2") for kind in ("mirrored", "central")
+    ]
+    size = 4 * 2 * (WIDTH**2 + WIDTH)
+    page = 4096 * 8  # tensors share their first and last pages
+    for row in rows:
+        device, host = row["device"], row["host"]
+        assert abs(device["gradients"] - size) <= page
+        if row["kind"] == "mirrored":
+            assert abs(device["parameters"] - size) <= page
+            assert abs(device["state"] - 2 * size) <= page
+            assert host["parameters"] == host["state"] == 0
+        else:
+            assert device["parameters"] <= page
+            assert device["state"] <= page
+            assert abs(host["parameters"] - size) <= page
+            assert abs(host["state"] - 2 * size) <= page
+        assert row["where"] in process.stdout
