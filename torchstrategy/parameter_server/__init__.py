@@ -1,0 +1,1 @@
+"""Variables and optimizers that live on parameter servers."""
