@@ -10,7 +10,7 @@ import torch
 
 import torchstrategy as ts
 from torchstrategy import context
-from torchstrategy.testing.fixtures import process_pool  # noqa: F401 - a fixture
+from torchstrategy.testing.fixtures import local_cluster, process_pool  # noqa: F401 - fixtures
 
 
 def pytest_configure():

@@ -18,6 +18,7 @@ NEEDS_PACKAGE = {"data/fashion_mnist": Path("/usr/share/datasets/fashion-mnist")
 NEEDS_SUBMITIT = {"launcher/submitit_slurm"}
 HAS_SUBMITIT = importlib.util.find_spec("submitit") is not None
 ARGUMENTS = {"learning_rate": {"global_batch_size": 10}}
+RECIPE_WITH = {"partitioner": "parameter_server"}  # the others are choices of the custom loop
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 24
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 35
     assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT) == 3
 
 
@@ -46,7 +47,7 @@ def test_choice(choice):
     group, _, name = choice.partition("/")
     if choice in NEEDS_SUBMITIT and not HAS_SUBMITIT:
         pytest.skip("needs hydra-submitit-launcher")
-    config = compose("custom_loop", [f"{group}={name}"])[group]
+    config = compose(RECIPE_WITH.get(group, "custom_loop"), [f"{group}={name}"])[group]
     if choice in NEEDS_DOWNLOAD or not NEEDS_PACKAGE.get(choice, ROOT).exists():
         pytest.skip("its files are not on this machine")
     assert instantiate(config, _convert_="all", **ARGUMENTS.get(group, {})) is not None

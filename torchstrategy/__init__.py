@@ -3,6 +3,7 @@
 from torchstrategy import (
     cluster_resolver,
     config,
+    coordinator,
     data,
     errors,
     experimental,
@@ -38,6 +39,7 @@ from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replicas.distributed_variables import MirroredVariable
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 from torchstrategy.replicas.variables import Variable
+from torchstrategy.server import Server
 from torchstrategy.strategies.default import (
     experimental_set_strategy,
     get_replica_context,
@@ -48,6 +50,7 @@ from torchstrategy.strategies.default import (
 from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
+from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.strategy import Strategy
 from torchstrategy.values import DistributedValues, Mirrored, PerReplica
 from torchstrategy.version import __version__
@@ -67,11 +70,13 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "SyncOnReadVariable",
     "Variable",
@@ -82,6 +87,7 @@ __all__ = [
     "cluster_resolver",
     "compute_average_loss",
     "config",
+    "coordinator",
     "data",
     "errors",
     "experimental",

@@ -12,6 +12,7 @@ __all__ = [
     "DeadlineExceededError",
     "DisagreementError",
     "DivergenceError",
+    "InternalError",
     "InvalidArgumentError",
     "NotFoundError",
     "OpError",
@@ -52,6 +53,10 @@ class NotFoundError(OpError, FileNotFoundError):
 
 class DataLossError(OpError, RuntimeError):
     """A file is there but damaged or not what it should be."""
+
+
+class InternalError(OpError, RuntimeError):
+    """What a server was made for does not fit together; tf's class for a task that its cluster does not have."""
 
 
 class UnimplementedError(OpError, NotImplementedError):

@@ -124,14 +124,7 @@ def function(
 
     @functools.wraps(plain, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        token = _current_call.set(_start(how))
-        try:
-            return plain(*args, **kwargs)
-        except RuntimeError as error:
-            _explain(error)
-            raise
-        finally:
-            _current_call.reset(token)
+        return _call(plain, how, args, kwargs)  # nothing else: it can be pickled, to be sent to workers
 
     wrapper.python_function = plain  # type: ignore[attr-defined]
     return wrapper
@@ -308,6 +301,17 @@ class _Switch:
             "%s can't be compiled and runs as it is. ts.function(jit_compile=False) doesn't try. %s", self._name, reason
         )
         return result
+
+
+def _call(func: Callable[..., Any], how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    token = _current_call.set(_start(how))
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        _explain(error)
+        raise
+    finally:
+        _current_call.reset(token)
 
 
 def _start(how: _How) -> _Call | None:

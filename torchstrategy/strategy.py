@@ -60,6 +60,8 @@ class Strategy:
     #: Job and index of this process in the cluster, as its devices' names have them.
     _task: tuple[str, int] = ("localhost", 0)
     _is_multi_worker = False
+    #: Whether variables may be larger than this process's memory.
+    _keeps_values_elsewhere = False
 
     def __init__(
         self,
@@ -521,6 +523,10 @@ class Strategy:
         self.hosting.adopt_new()
         self._refresh_owned()
         self._buffers.note_new()
+        self._after_adoption()
+
+    def _after_adoption(self) -> None:
+        """Do what a strategy does with objects that were taken up; for subclasses."""
 
     def _refresh_owned(self) -> None:
         """Look again at which parameters the recorded modules have."""

@@ -1,4 +1,4 @@
-"""tf.train's names: checkpoints."""
+"""tf.train's names: checkpoints, and descriptions of clusters."""
 
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.directory import CheckpointState, get_checkpoint_state, latest_checkpoint
@@ -6,6 +6,7 @@ from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.server.definition import ServerDef
 
 __all__ = [
     "Checkpoint",
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointState",
     "ClusterSpec",
     "InitializationOnlyStatus",
+    "ServerDef",
     "get_checkpoint_state",
     "latest_checkpoint",
     "list_variables",

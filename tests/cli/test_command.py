@@ -19,7 +19,7 @@ def test_version(capsys):
 def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "{doctor,launch}" in capsys.readouterr().err
+    assert "{doctor,launch," in capsys.readouterr().err
 
 
 def test_the_installed_command():
@@ -28,7 +28,7 @@ def test_the_installed_command():
     assert getattr(importlib.import_module(module), name) is main
 
 
-@pytest.mark.parametrize("command", ["doctor", "launch"])
+@pytest.mark.parametrize("command", ["doctor", "launch", "server", "keys"])
 def test_the_reference_lists_all_options(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -53,6 +53,8 @@ def environment(documents, document, index):
         elif "configMapKeyRef" in entry["valueFrom"]:
             reference = entry["valueFrom"]["configMapKeyRef"]
             value = find(documents, "ConfigMap", reference["name"])["data"][reference["key"]]
+        elif "secretKeyRef" in entry["valueFrom"]:
+            value = "0f" * 16
         else:
             assert entry["valueFrom"]["fieldRef"]["fieldPath"] == INDEX[document["kind"]]
             value = str(index)
@@ -112,23 +114,48 @@ def test_volumes_exist(name):
     for document in documents:
         if document["kind"] in INDEX:
             pod = document["spec"]["template"]["spec"]
-            volumes = {volume["name"] for volume in pod["volumes"]}
-            assert {mount["name"] for mount in container_of(document)["volumeMounts"]} == volumes
-            for volume in pod["volumes"]:
+            volumes = {volume["name"] for volume in pod.get("volumes", [])}
+            assert {mount["name"] for mount in container_of(document).get("volumeMounts", [])} == volumes
+            for volume in pod.get("volumes", []):
                 if "persistentVolumeClaim" in volume:
                     find(documents, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
 
 
-@pytest.mark.parametrize("role", ["chief", "worker"])
-def test_command_is_a_recipe_with_its_options(role):
-    python, recipe, *options = container_of(workload(load("multi_worker"), role))["command"]
+@pytest.mark.parametrize(
+    ("name", "role", "strategy"),
+    [
+        ("multi_worker", "chief", "MultiWorkerMirroredStrategy"),
+        ("multi_worker", "worker", "MultiWorkerMirroredStrategy"),
+        ("parameter_server", "chief", "ParameterServerStrategy"),
+    ],
+)
+def test_command_is_a_recipe_with_its_options(name, role, strategy):
+    container = container_of(workload(load(name), role))
+    python, recipe, *options = container["command"]
     assert python == "python"
     assert (ROOT / recipe).exists()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose(Path(recipe).stem, options)
-    assert config.strategy._target_ == "torchstrategy.MultiWorkerMirroredStrategy"
-    mounts = container_of(workload(load("multi_worker"), role))["volumeMounts"]
+    assert config.strategy._target_ == f"torchstrategy.{strategy}"
+    mounts = container["volumeMounts"]
     assert any(config.folder.startswith(mount["mountPath"]) for mount in mounts), "checkpoints are on a shared volume"
+
+
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_servers_run_the_command_line(role):
+    assert container_of(workload(load("parameter_server"), role))["command"] == [
+        "python",
+        "-m",
+        "torchstrategy",
+        "server",
+    ]
+
+
+@pytest.mark.parametrize("role", CLUSTERS["parameter_server"])
+def test_tasks_of_parameter_servers_have_the_secret(role):
+    documents = load("parameter_server")
+    environ = environment(documents, workload(documents, role), 0)
+    assert len(bytes.fromhex(environ["TORCHSTRATEGY_SECRET"])) >= 16
 
 
 def test_all_manifests_are_tested():

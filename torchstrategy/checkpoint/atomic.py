@@ -55,8 +55,12 @@ def write_checkpoint(path: str, content: dict[str, Any]) -> None:
     _write(path, lambda file: torch.save({"format": _FORMAT, "version": _VERSION, **content}, file))
 
 
-def read_checkpoint(path: str) -> dict[str, Any]:
+def read_checkpoint(path: str, *, mapped: bool = False) -> dict[str, Any]:
     """Return what ``write_checkpoint`` was given, with all tensors on the CPU.
+
+    Args:
+        path: the file.
+        mapped: whether tensors are read from the file when they are used; it must not be overwritten in place then.
 
     Raises:
         DataLossError: the file is damaged or not a checkpoint of this library.
@@ -64,7 +68,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except _SIGNS_OF_DAMAGE as error:
         raise errors.DataLossError(f"{path} is damaged or not a checkpoint: {error}. {_REMEDY}") from error
     if damaged:

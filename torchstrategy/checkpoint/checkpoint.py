@@ -19,6 +19,7 @@ from torchstrategy.checkpoint.status import CheckpointLoadStatus, Initialization
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 from torchstrategy.context import current_replica_context
 from torchstrategy.log import logger
+from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 
@@ -207,7 +208,7 @@ class Checkpoint:
         plans: dict[str, Plan] = {}
         error: Exception | None = None
         try:
-            content = read_checkpoint(checkpoint_file(path))
+            content = read_checkpoint(checkpoint_file(path), mapped=strategy._keeps_values_elsewhere)
             restoration = Restoration(path, content["objects"])
             plans = {
                 name: restoration.plan(name, item, strategy) for name, item in tracked.items() if restoration.has(name)
@@ -284,9 +285,10 @@ class Checkpoint:
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
 
         def write() -> None:
-            for name, item in tracked.items():
-                if name not in states:
-                    states[name] = item.capture(strategy)
+            with spilled_to(os.path.dirname(path)):
+                for name, item in tracked.items():
+                    if name not in states:
+                        states[name] = item.capture(strategy)
             objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
             # A program that numbers its checkpoints itself has no counter to store.
             write_checkpoint(path + SUFFIX, {"save_counter": self._save_counter or None, "objects": objects})

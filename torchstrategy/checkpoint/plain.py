@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from torchstrategy.parameter_server.served import Served
+
 __all__ = ["no_shape_message", "to_plain"]
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -56,6 +58,8 @@ def no_shape_message(name: str) -> str:
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Served):
+        return tensor.snapshot()
     result = tensor.detach().cpu()
     # A view of a larger buffer would be written with all of that buffer.
     is_view = result.layout is torch.strided and result.untyped_storage().nbytes() > result.nbytes

@@ -6,10 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchstrategy.cli import doctor, launch
+from torchstrategy.cli import doctor, keys, launch, server
 from torchstrategy.version import __version__
 
 __all__ = ["main"]
+
+_COMMANDS = (
+    (doctor, "doctor", "say what a job would see here, and what is wrong with it"),
+    (launch, "launch", "start a program in several processes"),
+    (server, "server", "be one worker or parameter server of a cluster"),
+    (keys, "keys", "make a secret that lets the processes of one cluster connect"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,11 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="torchstrategy", description="Distributed training with torchstrategy.")
     parser.add_argument("--version", action="version", version=f"torchstrategy {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{doctor,launch}")
-    for module, name, text in (
-        (doctor, "doctor", "say what a job would see here, and what is wrong with it"),
-        (launch, "launch", "start a program in several processes"),
-    ):
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar=f"{{{','.join(name for _, name, _ in _COMMANDS)}}}"
+    )
+    for module, name, text in _COMMANDS:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         module.add_arguments(command)
         command.set_defaults(run=module.run)

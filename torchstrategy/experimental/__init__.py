@@ -1,19 +1,27 @@
 """Names that tf.distribute keeps under ``experimental``."""
 
+from torchstrategy import coordinator
 from torchstrategy.collectives.registry import register_communication
+from torchstrategy.experimental import partitioners
 from torchstrategy.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from torchstrategy.options import CommunicationImplementation as CollectiveCommunication
+from torchstrategy.strategies.central_storage import CentralStorageStrategy
 from torchstrategy.strategies.multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.values import ValueContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "ValueContext",
+    "coordinator",
+    "partitioners",
     "register_communication",
 ]

@@ -1,4 +1,4 @@
-"""A pytest fixture; import it in a ``conftest.py``: ``from torchstrategy.testing.fixtures import process_pool``."""
+"""Pytest fixtures; import them in a ``conftest.py``: ``from torchstrategy.testing.fixtures import process_pool``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from torchstrategy.testing.cluster import LocalCluster
 from torchstrategy.testing.processes import ProcessPool
 
-__all__ = ["process_pool"]
+__all__ = ["local_cluster", "process_pool"]
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,22 @@ def process_pool() -> Iterator[Callable[[int], ProcessPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def local_cluster() -> Iterator[Callable[..., LocalCluster]]:
+    """``local_cluster(num_workers, num_ps)`` returns a cluster, kept for the whole test session.
+
+    Servers that an earlier test has killed or stopped are there again.
+    """
+    clusters: dict[tuple[int, int], LocalCluster] = {}
+
+    def get(num_workers: int, num_ps: int = 1) -> LocalCluster:
+        key = (num_workers, num_ps)
+        if key not in clusters:
+            clusters[key] = LocalCluster(num_workers, num_ps)
+        return clusters[key].start()
+
+    yield get
+    for cluster in clusters.values():
+        cluster.close()

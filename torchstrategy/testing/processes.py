@@ -21,7 +21,7 @@ import torch
 
 from torchstrategy.testing.network import Host, Network
 
-__all__ = ["Outcome", "ProcessPool", "RemoteError", "run_in_processes"]
+__all__ = ["Outcome", "ProcessPool", "RemoteError", "process_context", "run_in_processes"]
 
 _START_TIMEOUT_S = 120.0
 _AFTER_ERROR_S = 6.0
@@ -233,7 +233,7 @@ class ProcessPool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = _context()
+        context = process_context()
         hosts = [0 if self._network is None else rank * self._network.num_hosts // self.size for rank in self._ranks]
         environments = self._environments(hosts)
         for rank in self._ranks:
@@ -302,7 +302,7 @@ def run_in_processes(
         return pool.run(fn, *args, **kwargs)
 
 
-def _context() -> Any:
+def process_context() -> Any:
     """Return the way to start processes: forks of a server that has imported the library, or new interpreters."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
