@@ -25,13 +25,15 @@ class Report:
         run_path: the folder of the run.
         title: the heading of the learning curve.
         is_chief: whether this process tells anything.
+        first_epoch: the number of the first epoch that it is told of.
     """
 
-    def __init__(self, run_path: Path, title: str, *, is_chief: bool) -> None:
+    def __init__(self, run_path: Path, title: str, *, is_chief: bool, first_epoch: int = 1) -> None:
         self.run_path = run_path
         self.title = title
         self.is_chief = is_chief
         self.epochs: list[dict[str, float]] = []
+        self._first_epoch = first_epoch
         self._writer = SummaryWriter(str(run_path)) if is_chief else None
 
     def __enter__(self) -> Report:
@@ -60,12 +62,13 @@ class Report:
         self.epochs.append(figures)
         if self._writer is None:
             return
-        texts = [f"Epoch {len(self.epochs)}"]
+        epoch = self._first_epoch + len(self.epochs) - 1
+        texts = [f"Epoch {epoch}"]
         for name, value in figures.items():
             part, kind = name.split("_")
-            label = name.removeprefix("train_").replace("_", " ").title()
+            label = name.removeprefix("train_").replace("_", " ").title().replace("Auc", "AUC")
             texts.append(f"{label}: {100 * value:.2f}" if kind == "accuracy" else f"{label}: {value:.4f}")
-            self._writer.add_scalar(f"{kind}/{part}", value, len(self.epochs))
+            self._writer.add_scalar(f"{kind}/{part}", value, epoch)
         self.say(", ".join(texts))
         self._writer.flush()
 
@@ -81,15 +84,17 @@ class Report:
     def save_learning_curve(self) -> None:
         """Draw the losses and accuracies of all epochs into ``learning_curve.png``."""
         if self.is_chief:
-            draw_learning_curve(self.epochs, self.title).savefig(self.run_path / "learning_curve.png")
+            figure = draw_learning_curve(self.epochs, self.title, self._first_epoch)
+            figure.savefig(self.run_path / "learning_curve.png")
 
 
-def draw_learning_curve(epochs: list[dict[str, float]], title: str) -> Figure:
+def draw_learning_curve(epochs: list[dict[str, float]], title: str, first_epoch: int = 1) -> Figure:
     """Draw the figures of all epochs, those of one kind into one diagram.
 
     Args:
         epochs: the figures of each epoch, as ``Report.add_epoch`` takes them.
         title: the heading.
+        first_epoch: the number of the first one.
 
     Returns:
         A figure 660 pixels high and 750 wide for each kind.
@@ -104,15 +109,15 @@ def draw_learning_curve(epochs: list[dict[str, float]], title: str) -> Figure:
         figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
         diagrams = figure.subplots(1, len(kinds), squeeze=False)[0]
         for axes, (kind, parts) in zip(diagrams, kinds.items(), strict=True):
-            numbers = range(1, len(epochs) + 1)
+            numbers = range(first_epoch, first_epoch + len(epochs))
             for part, color in zip(parts, COLORS, strict=True):
                 values = [epoch[f"{part}_{kind}"] for epoch in epochs]
                 axes.plot(numbers, values, color=color, linewidth=2.2, marker="o", markersize=4, label=part)
-                end = (len(epochs), values[-1])
+                end = (numbers[-1], values[-1])
                 axes.annotate(f"{end[1]:.3f}", end, (8, 0), textcoords="offset points", va="center", color=color)
             axes.set_title(kind.capitalize(), loc="left", fontsize=11)
             axes.set_xlabel("epoch")
-            axes.set_xlim(0.7, len(epochs) + max(0.5, 0.09 * len(epochs)))
+            axes.set_xlim(first_epoch - 0.3, numbers[-1] + max(0.5, 0.09 * len(epochs)))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
             axes.tick_params(length=0)
