@@ -11,7 +11,7 @@ PACKAGE = "torchstrategy"
 
 # A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
 LAYERS = [
-    {"errors", "options", "tree", "log", "version"},
+    {"errors", "options", "tree", "log", "heartbeat", "version"},
     {"devices", "context"},
     {"values", "cluster_resolver"},
     {"collectives", "data", "transport"},

@@ -1,6 +1,6 @@
 import pytest
 
-from torchstrategy.transport.limits import Limits, heartbeat_seconds
+from torchstrategy.transport.limits import Limits
 
 
 def test_defaults_arguments_and_environment(monkeypatch):
@@ -21,13 +21,3 @@ def test_a_variable_that_is_no_size(monkeypatch, text):
 def test_an_argument_that_is_no_size(value):
     with pytest.raises(ValueError, match="max_frames must be a positive integer"):
         Limits(max_frames=value)
-
-
-def test_heartbeat(monkeypatch):
-    assert heartbeat_seconds() == 10.0
-    monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
-    assert heartbeat_seconds() == 0.5
-    for text in ("0", "-1", "nan", "inf", "soon"):
-        monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", text)
-        with pytest.raises(ValueError, match="TORCHSTRATEGY_HEARTBEAT_S"):
-            heartbeat_seconds()

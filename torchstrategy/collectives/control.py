@@ -23,9 +23,10 @@ from typing import Any, NoReturn, Protocol
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.control_peer import Message, Peer, frame, read_exactly, read_frame
+from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
 
-__all__ = ["ControlPlane", "heartbeat_seconds"]
+__all__ = ["ControlPlane"]
 
 _NONCE_BYTES = 16
 _GREETING_S = 5.0
@@ -350,25 +351,6 @@ class ControlPlane:
         _planes.discard(self)
         for connection in [self._wake_in, self._wake_out, *(peer.connection for peer in self._peers.values())]:
             connection.close()
-
-
-def heartbeat_seconds() -> float:
-    """Return after how many seconds without a sign of life a process counts as gone.
-
-    Returns:
-        ``TORCHSTRATEGY_HEARTBEAT_S``, by default 10.
-
-    Raises:
-        ValueError: the variable is no positive number.
-    """
-    text = os.environ.get("TORCHSTRATEGY_HEARTBEAT_S", "10")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"TORCHSTRATEGY_HEARTBEAT_S must be a positive number of seconds. Received: {text!r}")
-    return seconds
 
 
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()

@@ -19,9 +19,10 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchstrategy.collectives.control import ControlPlane, heartbeat_seconds
+from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.collectives.control_peer import Message
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
+from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
 
 __all__ = ["FailureWatch", "describe"]

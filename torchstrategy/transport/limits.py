@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-__all__ = ["Limits", "heartbeat_seconds"]
+__all__ = ["Limits"]
 
 _PREFIX = "TORCHSTRATEGY_"
 
@@ -58,22 +58,3 @@ class Limits:
                 raise ValueError(f"{name} must be a positive integer. Received: {text!r}")
             given[field.name] = int(text)
         return cls(**given)
-
-
-def heartbeat_seconds() -> float:
-    """Return after how long a silence a process counts as lost.
-
-    Returns:
-        ``TORCHSTRATEGY_HEARTBEAT_S``, by default 10.
-
-    Raises:
-        ValueError: the variable is no positive number.
-    """
-    text = os.environ.get("TORCHSTRATEGY_HEARTBEAT_S", "10")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"TORCHSTRATEGY_HEARTBEAT_S must be a positive number of seconds. Received: {text!r}")
-    return seconds

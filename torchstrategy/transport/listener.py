@@ -13,12 +13,13 @@ import threading
 from collections import deque
 from typing import Any
 
+from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
 from torchstrategy.transport import addresses
 from torchstrategy.transport.admission import Admission
 from torchstrategy.transport.forks import close_in_child, close_sockets
 from torchstrategy.transport.gatekeeper import Gatekeeper, secure_server
-from torchstrategy.transport.limits import Limits, heartbeat_seconds
+from torchstrategy.transport.limits import Limits
 from torchstrategy.transport.messages import Message, MessageError, check_size, decode, encode
 from torchstrategy.transport.monitor import Monitor, failure
 from torchstrategy.transport.optional import require, zmq

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
 from torchstrategy.transport import addresses
 from torchstrategy.transport.forks import close_in_child
-from torchstrategy.transport.limits import Limits, heartbeat_seconds
+from torchstrategy.transport.limits import Limits
 from torchstrategy.transport.optional import require, zmq
 from torchstrategy.transport.peer import Handler, Peer
 from torchstrategy.transport.secret import Secret, find_secret
