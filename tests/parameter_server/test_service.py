@@ -165,7 +165,7 @@ def test_a_new_coordinator_begins_anew():
     service.superseded(2)
     with pytest.raises(NotFoundError):
         content(service)
-    assert service.admit({"role": "worker", "incarnation": 2}) == {}
+    assert service.admit({"role": "worker", "incarnation": 2}) == {"job": "ps"}
     service.tensor(SESSION, Message("create", {"parts": [[0, 0, "w", True]]}, (torch.zeros(1),)))
     assert content(service) == ([1], [0.0])
 

@@ -314,7 +314,7 @@ def test_datasets_are_freed_with_the_connection(make_worker):
 
 def test_only_coordinators_are_admitted():
     service = WorkerService("/job:worker/task:2", 2, lambda: FakeBench({}), Limits())
-    assert service.admit({"role": "coordinator"}) == {"task": ["worker", 2]}
+    assert service.admit({"role": "coordinator"}) == {"job": "worker", "task": ["worker", 2]}
     with pytest.raises(RefusedError, match="works for coordinators only"):
         service.admit({"role": "worker"})
 

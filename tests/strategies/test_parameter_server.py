@@ -412,3 +412,21 @@ def test_the_default_dtype_is_the_coordinators(cluster, connect):
         torch.set_default_dtype(before)
     _, coordinator = connect(cluster)
     assert coordinator.schedule(torch.ones, args=(2,)).get().dtype == before
+
+
+def test_jobs_that_are_mixed_up_are_named(cluster):
+    spec = cluster.cluster_spec.as_dict()
+    swapped = Simple(Spec({"ps": spec["worker"], "worker": spec["ps"]}))
+    with pytest.raises(ts.errors.UnavailableError, match="it is a worker and no parameter server; do all tasks have"):
+        ts.ParameterServerStrategy(swapped, timeout_seconds=30)
+    half = Simple(Spec({"ps": spec["ps"][:1], "worker": spec["ps"][1:]}))
+    strategy = ts.ParameterServerStrategy(half, timeout_seconds=30)
+    coordinator = ClusterCoordinator(strategy)
+
+    def schedule_and_join():
+        coordinator.schedule(len, args=("ab",))
+        coordinator.join()
+
+    with pytest.raises(ts.errors.UnavailableError, match="it is a parameter server and no worker"):
+        schedule_and_join()
+    strategy.close()

@@ -79,9 +79,13 @@ class Worker:
 
     # --- called by the loop
 
-    def ready(self, peer: Any, welcome: dict[str, Any]) -> None:  # noqa: ARG002 - a returning worker knows nothing
+    def ready(self, peer: Any, welcome: dict[str, Any]) -> None:
         """Bring a worker up to date that has connected, for the first time or again."""
         self._peer = peer
+        if welcome.get("job") == "ps":
+            reason = "it is a parameter server and no worker; do all tasks have the same cluster?"
+            self._refuse(reason, is_final=False)
+            return
         self._leave("not prepared yet")
         self._is_connected = True
         self._num_failures = 0

@@ -138,6 +138,11 @@ class ServerLink:
 
     def ready(self, peer: Peer, welcome: dict[str, Any]) -> None:
         """Note that the server is there, or another one in its place."""
+        job = welcome.get("job", "ps")
+        if job != "ps":
+            peer.close()
+            self.refused(peer, f"it is a {job} and no parameter server; do all tasks have the same cluster?")
+            return
         if self.incarnation is None:
             self.incarnation = welcome["server"]
         if welcome["server"] != self.incarnation:

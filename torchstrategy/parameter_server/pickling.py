@@ -50,11 +50,14 @@ def pickle_with_references(obj: Any, what: str, strategy: Any, name_of: Callable
         pickler = _Pickler(strategy, name_of, buffer, obj)
         try:
             pickler.dump(obj)
-        except (_CantBeSentError, RecursionError, ValueError, ImportError, NotImplementedError):
+        except _CantBeSentError as error:
+            raise TypeError(str(error)) from None
+        except (RecursionError, ValueError, ImportError, NotImplementedError):
             raise
         except Exception as error:
+            why = str(error).rstrip(".")
             raise TypeError(
-                f"{what[0].upper()}{what[1:]} can't be sent to the workers: {error}. Open files, connections and "
+                f"{what[0].upper()}{what[1:]} can't be sent to the workers: {why}. Open files, connections and "
                 "locks stay in their process: make them inside the function."
             ) from error
     bindings = [tensor.binding for tensor in pickler.tensors.values()]

@@ -84,7 +84,7 @@ class ParameterService:
         """Welcome any client that the listener has let through; the coordinator brings the default dtype."""
         if hello.get("role") == "coordinator":
             set_default_dtype(hello.get("dtype", "float32"))
-        return {}
+        return {"job": "ps"}
 
     def tensor(self, session: Session, message: Message) -> Message:
         """Answer a request of a tensor connection.

@@ -57,7 +57,7 @@ class WorkerService:
         """
         if hello["role"] != "coordinator":
             raise RefusedError(f"{self._name} works for coordinators only. Received: a {hello['role']}")
-        return {"task": ["worker", self._index]}
+        return {"job": "worker", "task": ["worker", self._index]}
 
     def control(self, session: Session, message: Message) -> Message | None:
         """Answer a request, or have it answered later.
