@@ -1,6 +1,8 @@
 """The batch scripts under docs/deploy/slurm, run here with a srun and a scontrol that know one host."""
 
+import itertools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "docs" / "deploy" / "slurm").glob("*.sbatch"))
-JOB_ID = os.getpid()  # another one, and so another port, for each process that tests
 RECIPE = [
     str(ROOT / "recipes" / "fault_tolerant.py"),
     "strategy=multi_worker_mirrored",
@@ -37,8 +38,22 @@ if [ "$1 $2" = "show hostnames" ]; then echo localhost; else echo "$@" >> scontr
 """
 
 
+def is_free(port):
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture
-def sbatch(tmp_path):
+def job_id():
+    """Return the id of a job whose port no other program uses."""
+    return next(number for number in itertools.count(os.getpid(), 101) if is_free(20000 + number % 10000))
+
+
+@pytest.fixture
+def sbatch(tmp_path, job_id):
     """Run a script as sbatch would on the first host of a job."""
     commands = tmp_path / "commands"
     commands.mkdir()
@@ -47,7 +62,7 @@ def sbatch(tmp_path):
         (commands / name).chmod(0o755)
 
     def run(script, *arguments, **environ):
-        job = {"SLURM_JOB_ID": str(JOB_ID), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
+        job = {"SLURM_JOB_ID": str(job_id), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
         return subprocess.run(
             ["bash", str(ROOT / "docs" / "deploy" / "slurm" / script), *arguments],
             cwd=tmp_path,
@@ -98,15 +113,15 @@ def test_a_launcher_on_each_host_starts_the_processes(sbatch):
 
 
 @pytest.mark.parametrize(("restarts", "is_queued"), [({}, True), ({"SLURM_RESTART_COUNT": "3"}, False)])
-def test_a_failed_job_is_queued_again_but_not_for_ever(sbatch, tmp_path, restarts, is_queued):
+def test_a_failed_job_is_queued_again_but_not_for_ever(sbatch, job_id, tmp_path, restarts, is_queued):
     process = sbatch("srun.sbatch", "-c", "raise SystemExit(7)", FAKE_TASKS="2", **restarts)
     assert process.returncode == 7
     log = tmp_path / "scontrol.log"
-    assert (log.read_text() if log.exists() else "") == (f"requeue {JOB_ID}\n" if is_queued else "")
+    assert (log.read_text() if log.exists() else "") == (f"requeue {job_id}\n" if is_queued else "")
 
 
 @pytest.mark.parametrize(("cpus", "expected"), [("8", "4"), ("1", "1")])
-def test_processes_of_a_host_share_its_threads(sbatch, tmp_path, cpus, expected):
+def test_processes_of_a_host_share_its_threads(sbatch, job_id, tmp_path, cpus, expected):
     """What is started instead of Python shows its arguments and the number of threads."""
     show = tmp_path / "show"
     show.write_text('#!/bin/bash\necho "$OMP_NUM_THREADS" "$@"\n')
@@ -117,6 +132,6 @@ def test_processes_of_a_host_share_its_threads(sbatch, tmp_path, cpus, expected)
     assert process.stdout.split() == [
         expected,
         *("-m", "torchstrategy", "launch", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3"),
-        *(f"--rdzv-endpoint=localhost:{20000 + JOB_ID % 10000}", f"--rdzv-id={JOB_ID}"),
+        *(f"--rdzv-endpoint=localhost:{20000 + job_id % 10000}", f"--rdzv-id={job_id}"),
         *("program.py", "x", "y"),
     ]
