@@ -161,6 +161,7 @@ def test_workers_are_hit_while_functions_stream(cluster):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_200_hits(cluster):
-    hits = stream_through(cluster, 200, seed=0)
+def test_200_kills(cluster):
+    hits = stream_through(cluster, 230, seed=0)
     assert min(hits.values()) >= 10
+    assert hits["kill"] + hits["kill two"] >= 200
