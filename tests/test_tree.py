@@ -48,3 +48,15 @@ def test_map_structure():
         tree.map_structure(max, [{"a": 1}, {"b": 1}])
     assert not tree.same_structure((1,), (1, 2))
     assert tree.same_structure({"a": 1}, {"a": None})
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_leaf_paths_are_in_the_order_of_the_leaves(structure):
+    assert [leaf for _, leaf in tree.leaf_paths(structure)] == tree.all_leaves(structure)
+
+
+def test_leaf_paths():
+    structure = {"x": [1, None], "pair": Pair(2, Box(3, (4,)))}
+    paths = ["['x'][0]", "['x'][1]", "['pair'].x", "['pair'].y.a", "['pair'].y.b[0]", "['pair'].y.size"]
+    assert [path for path, _ in tree.leaf_paths(structure)] == paths
+    assert tree.leaf_paths(5) == [("", 5)]

@@ -6,15 +6,18 @@ so that the INFO lines of the tf guides appear without a logging set-up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 
-__all__ = ["info_once", "logger", "set_rank", "show_info", "warn_once", "warning_once"]
+__all__ = ["guard_lines", "info_once", "logger", "set_rank", "show_info", "warn_once", "warning_once"]
 
 logger = logging.getLogger("torchstrategy")
 
 _said: set[str] = set()
+_guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 class _RankFormatter(logging.Formatter):
@@ -35,6 +38,16 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     @stream.setter
     def stream(self, value: object) -> None:
         pass
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with _guard():
+            super().emit(record)
+
+
+def guard_lines(guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Enter what a function returns around each line, such as one that takes progress bars out of its way."""
+    global _guard
+    _guard = guard
 
 
 def show_info() -> None:

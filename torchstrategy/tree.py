@@ -20,6 +20,7 @@ __all__ = [
     "flatten",
     "flatten_row",
     "from_text",
+    "leaf_paths",
     "map_leaves",
     "map_structure",
     "same_structure",
@@ -46,6 +47,10 @@ _pytree.register_pytree_node(
     _Fields,
     lambda fields: (list(fields.values.values()), (fields.cls, tuple(fields.values))),
     lambda values, context: _rebuild_dataclass(context, list(values)),
+    flatten_with_keys_fn=lambda fields: (
+        [(_pytree.GetAttrKey(name), value) for name, value in fields.values.items()],
+        (fields.cls, tuple(fields.values)),
+    ),
 )
 
 
@@ -82,6 +87,12 @@ def _dict_spec(keys: tuple[Any, ...]) -> _Spec:
 def all_leaves(structure: Any) -> list[Any]:
     """Return the leaves in order."""
     return flatten(structure)[0]
+
+
+def leaf_paths(structure: Any) -> list[tuple[str, Any]]:
+    """Return every leaf, in order, with where it stands, such as ``['image'][0]``; an empty text for a single leaf."""
+    pairs = _pytree.tree_flatten_with_path(_expand(structure))[0]
+    return [(_pytree.keystr(path), leaf) for path, leaf in pairs]
 
 
 def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:

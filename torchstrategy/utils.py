@@ -8,8 +8,17 @@ import numpy as np
 import torch
 
 from torchstrategy.context import current_replica_context
+from torchstrategy.training.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
+from torchstrategy.training.dataset_creator import DatasetCreator
+from torchstrategy.training.sidecar import SidecarEvaluator
 
-__all__ = ["set_random_seed"]
+__all__ = [
+    "DatasetCreator",
+    "SidecarEvaluator",
+    "pack_x_y_sample_weight",
+    "set_random_seed",
+    "unpack_x_y_sample_weight",
+]
 
 
 def set_random_seed(seed: int) -> None:

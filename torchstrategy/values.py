@@ -35,15 +35,27 @@ class BatchShares:
     Args:
         shares: one count for each replica in sync, in the order of replica ids.
         step: how many elements its iterator had given before it, where several processes compare that.
+        window: if the batch is one of several that make one optimizer step, their number and their examples in all.
     """
 
     shares: tuple[int, ...]
     step: int | None = field(default=None, compare=False, repr=False)
+    window: tuple[int, int] | None = field(default=None, repr=False)
 
     @property
     def total(self) -> int:
         """Examples in the global batch."""
         return sum(self.shares)
+
+    @property
+    def divisor(self) -> int:
+        """Examples of one optimizer step, by which the losses of the batch are divided."""
+        return self.total if self.window is None else self.window[1]
+
+    @property
+    def num_parts(self) -> int:
+        """Batches of one optimizer step."""
+        return 1 if self.window is None else self.window[0]
 
 
 class DistributedValues:

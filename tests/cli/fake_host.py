@@ -19,6 +19,8 @@ class FakeHost(Host):
     max_open_files: int | None = 65536
     cuda_version: str | None = None
     driver_version: str | None = None
+    num_tpu_chips: int = 0
+    torch_xla_version: str | None = None
     names: Mapping[str, str] = field(default_factory=lambda: {"node0": "10.0.0.1", "node1": "10.0.0.2"})
     own: tuple[str, ...] = ("127.0.0.1", "127.0.1.1", "10.0.0.1")
     busy: tuple[int, ...] = ()

@@ -18,18 +18,6 @@ import torchstrategy as ts
 
 
 @pytest.fixture
-def cluster(local_cluster):
-    return local_cluster(2, 2)
-
-
-@pytest.fixture
-def strategy(cluster):
-    made = ts.ParameterServerStrategy(cluster.resolver())
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def coordinator(strategy):
     return ts.coordinator.ClusterCoordinator(strategy)
 
@@ -285,10 +273,14 @@ def test_dataset_of_a_function(coordinator):
     values = coordinator.fetch([coordinator.schedule(next_of, args=(iterator,)) for _ in range(3)])
     assert set(values) <= {0, 1, 2}
     assert values.count(0) in (1, 2)  # each worker has all of it
-    for _ in range(4):
-        coordinator.schedule(next_of, args=(iterator,))
-    with pytest.raises(ts.errors.OutOfRangeError, match="End of sequence"):
+
+    def read_on():
+        for _ in range(4):
+            coordinator.schedule(next_of, args=(iterator,))  # raises, too, once one has failed
         coordinator.join()
+
+    with pytest.raises(ts.errors.OutOfRangeError, match="End of sequence"):
+        read_on()
     coordinator.join()
     fresh = iter(coordinator.create_per_worker_dataset(dataset_fn))
     assert coordinator.schedule(next_of, kwargs={"iterator": fresh}).fetch() == 0

@@ -9,18 +9,6 @@ import torchstrategy as ts
 
 
 @pytest.fixture
-def cluster(local_cluster):
-    return local_cluster(2, 2)
-
-
-@pytest.fixture
-def strategy(cluster):
-    made = ts.ParameterServerStrategy(cluster.resolver())
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def coordinator(strategy):
     made = ts.coordinator.ClusterCoordinator(strategy)
     wait_until(lambda: all(worker.can_run for worker in made._cluster.workers))

@@ -5,9 +5,12 @@ from functools import partial
 from itertools import chain
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
+import torchstrategy as ts
 from tests.data.profiles import quick, thorough
 from tests.data.resuming import (
     DATA,
@@ -108,6 +111,17 @@ def test_what_loader_workers_read_ahead_does_not_count(kind):
 def test_what_loader_workers_read_ahead_of_files_does_not_count(monkeypatch):
     monkeypatch.setitem(OWN, "loader of files", partial(distribute_files, num_workers=2))
     check_own("loader of files", 43, 5, [(2, 1), (1, 2), (3, 1)], [2, 3])
+
+
+def test_going_on_does_not_move_the_programs_random_stream():
+    """What draws next, such as the order of the next epoch, is then as in a run that was not interrupted."""
+    loader = DataLoader(TensorDataset(torch.arange(9)), 2, shuffle=True)
+    dataset = ts.OneDeviceStrategy("cpu:0").experimental_distribute_dataset(loader)
+    next(iter(dataset))
+    dataset.load_state_dict(dataset.state_dict())
+    before = torch.get_rng_state()
+    assert len(list(dataset)) == 4
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 LAYOUTS = st.sampled_from([(p, n) for p in range(1, 5) for n in range(1, 5) if p * n <= 5])

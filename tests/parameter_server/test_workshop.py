@@ -3,11 +3,13 @@
 import copy
 import functools
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 
 import torchstrategy as ts
@@ -307,6 +309,55 @@ def test_metrics_count_what_workers_saw(cluster):
     mean.reset_state()
     cluster.call(step, torch.tensor([6.0]), torch.tensor([0, 1, 2]), logits)
     assert float(mean.result()) == 6.0
+
+
+class Counting(nn.Module):
+    """Has metrics among its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1, bias=False)
+        self.mean = ts.metrics.Mean()
+        self.both = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric(), "max": torchmetrics.MaxMetric()})
+
+    def forward(self, x):
+        self.mean.update_state(x)
+        self.both.update(x)
+        return self.net(x)
+
+
+def test_metrics_of_a_module_count_what_workers_saw(cluster):
+    with cluster.strategy.scope():
+        net = Counting()
+    for values in ([1.0, 2.0], [6.0]):
+        cluster.call(lambda x: net(x).detach(), torch.tensor(values)[:, None])
+    assert float(net.mean.result()) == pytest.approx(3.0)
+    assert {name: float(value) for name, value in net.both.compute().items()} == {"sum": 9.0, "max": 6.0}
+
+
+def test_metrics_stand_still_for_who_reads_several_states(cluster):
+    with cluster.strategy.scope():
+        mean = ts.metrics.Mean()
+    calls = threading.Thread(target=cluster.call, args=(lambda: mean.update_state(torch.ones(3)),))
+    with cluster.strategy.shipper.merging:
+        calls.start()
+        calls.join(0.2)
+        assert float(mean.count) == 0.0
+    calls.join()
+    assert float(mean.count) == 3.0
+
+
+def test_a_module_is_not_sent_again_for_what_its_metrics_counted(cluster):
+    with cluster.strategy.scope():
+        net = Counting()
+
+    def call(x):
+        return net(x).detach()
+
+    cluster.call(call, torch.ones(1, 1))
+    num_sent = cluster.num_sent
+    cluster.call(call, torch.ones(1, 1))
+    assert cluster.num_sent == num_sent
 
 
 def test_buffers_take_what_each_call_changes(cluster):

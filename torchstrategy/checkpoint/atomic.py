@@ -20,7 +20,17 @@ import torch
 
 from torchstrategy import errors
 
-__all__ = ["SUFFIX", "Index", "checkpoint_file", "read_checkpoint", "read_index", "write_checkpoint", "write_index"]
+__all__ = [
+    "SUFFIX",
+    "Index",
+    "checkpoint_file",
+    "read_archive",
+    "read_checkpoint",
+    "read_index",
+    "write_checkpoint",
+    "write_file",
+    "write_index",
+]
 
 SUFFIX = ".pt"
 
@@ -52,7 +62,7 @@ def write_checkpoint(path: str, content: dict[str, Any]) -> None:
     Raises:
         OSError: the file can't be written; what was there before is unchanged.
     """
-    _write(path, lambda file: torch.save({"format": _FORMAT, "version": _VERSION, **content}, file))
+    write_file(path, lambda file: torch.save({"format": _FORMAT, "version": _VERSION, **content}, file))
 
 
 def read_checkpoint(path: str, *, mapped: bool = False) -> dict[str, Any]:
@@ -65,20 +75,36 @@ def read_checkpoint(path: str, *, mapped: bool = False) -> dict[str, Any]:
     Raises:
         DataLossError: the file is damaged or not a checkpoint of this library.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except _SIGNS_OF_DAMAGE as error:
-        raise errors.DataLossError(f"{path} is damaged or not a checkpoint: {error}. {_REMEDY}") from error
-    if damaged:
-        raise errors.DataLossError(f"{path} is damaged: the checksum of its part {damaged!r} does not fit. {_REMEDY}")
+    content = read_archive(path, mapped=mapped, what="a checkpoint", remedy=_REMEDY)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise errors.DataLossError(f"{path} was not written by ts.train.Checkpoint. {_REMEDY}")
     if content["version"] > _VERSION:
         raise errors.DataLossError(
             f"{path} has the format version {content['version']}; this release reads up to {_VERSION}. Upgrade it."
         )
+    return content
+
+
+def read_archive(path: str, *, what: str, remedy: str, mapped: bool = False) -> Any:
+    """Return what ``torch.save`` wrote: tensors, which are on the CPU then, and plain values only.
+
+    Args:
+        path: the file.
+        what: what the file should be, for error messages.
+        remedy: what to do if it is damaged.
+        mapped: whether tensors are read from the file when they are used; it must not be overwritten in place then.
+
+    Raises:
+        DataLossError: the file is damaged or no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except _SIGNS_OF_DAMAGE as error:
+        raise errors.DataLossError(f"{path} is damaged or not {what}: {error}. {remedy}") from error
+    if damaged:
+        raise errors.DataLossError(f"{path} is damaged: the checksum of its part {damaged!r} does not fit. {remedy}")
     return content
 
 
@@ -109,7 +135,7 @@ def write_index(directory: str, written: dict[str, float], last_preserved: float
     """Write the file that names a directory's checkpoints; the arguments are an index's."""
     index = {"latest": list(written)[-1], "written": written, "last_preserved": last_preserved}
     text = json.dumps(index, indent=1).encode()
-    _write(os.path.join(directory, _INDEX_NAME), lambda file: file.write(text))
+    write_file(os.path.join(directory, _INDEX_NAME), lambda file: file.write(text))
 
 
 def read_index(directory: str, filename: str | None = None) -> Index | None:
@@ -132,8 +158,16 @@ def read_index(directory: str, filename: str | None = None) -> Index | None:
         ) from error
 
 
-def _write(path: str, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file under another name, put it on the disk, and only then give it its name."""
+def write_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file under another name, put it on the disk, and only then give it its name.
+
+    Args:
+        path: where to; its directory is made if need be.
+        write: called with the open file.
+
+    Raises:
+        OSError: the file can't be written; what was there before is unchanged.
+    """
     directory, name = os.path.split(os.path.abspath(path))
     os.makedirs(directory, exist_ok=True)
     temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex}.tmp")

@@ -16,7 +16,7 @@ from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
-from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.mirrored import bodies, opened
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 from torchstrategy.replicas.variables import Variable
 
@@ -174,7 +174,8 @@ class TrackedMetric(Tracked):
         return True
 
     def capture(self, strategy: Any) -> Any:
-        states = metric_states.merged_states(strategy, bodies(self.obj), resumable=True)
+        with opened(self.obj) as own:
+            states = metric_states.merged_states(strategy, own, resumable=True)
         return {
             name: {"num_updates": state.num_updates, "values": to_plain(state.values, f"{self.name}.{name}")}
             for name, state in states.items()
@@ -197,12 +198,13 @@ class TrackedMetric(Tracked):
         return plan
 
     def _restore(self, states: dict[str, MetricState], *, is_first: bool) -> None:
-        for i, body in enumerate(bodies(self.obj)):
-            for name, metric in metric_states.metrics_of(body).items():
-                if name in states:
-                    metric.reset()
-                    if i == 0 and is_first:
-                        metric_states.load_state(metric, states[name])
+        with opened(self.obj) as own:
+            for i, body in enumerate(own):
+                for name, metric in metric_states.metrics_of(body).items():
+                    if name in states:
+                        metric.reset()
+                        if i == 0 and is_first:
+                            metric_states.load_state(metric, states[name])
 
 
 def track_object(name: str, obj: Any) -> Tracked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import re
 import socket
@@ -14,10 +15,13 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Host", "PortState", "num_usable_cores", "parse_driver_version"]
+__all__ = ["Host", "PortState", "count_tpu_chips", "num_usable_cores", "parse_driver_version"]
 
 PortState = Literal["open", "refused", "silent", "unreachable"]
 _ANSWER_TIMEOUT_S = 2.0
+# As torch_xla's _internal/tpu.py has them.
+_TPU_VENDOR = "0x1ae0"
+_TPU_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Host:
         max_open_files: how many files and sockets a process may have open.
         cuda_version: of CUDA, if torch was built with it.
         driver_version: of the NVIDIA driver, if it is loaded.
+        num_tpu_chips: TPU chips on its PCI bus.
+        torch_xla_version: of torch_xla, if it is installed.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -45,6 +51,8 @@ class Host:
     max_open_files: int | None = field(default_factory=lambda: _max_open_files())
     cuda_version: str | None = torch.version.cuda
     driver_version: str | None = field(default_factory=lambda: _driver_version())
+    num_tpu_chips: int = field(default_factory=lambda: count_tpu_chips(Path("/sys/bus/pci/devices")))
+    torch_xla_version: str | None = field(default_factory=lambda: _version("torch-xla"))
 
     def addresses_of(self, name: str) -> list[str]:
         """Return the IP addresses of a host.
@@ -150,6 +158,33 @@ def parse_driver_version(text: str) -> str:
     """
     found = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", text)
     return found[1] if found else "unknown"
+
+
+def count_tpu_chips(bus: Path) -> int:
+    """Return how many devices of a PCI bus are TPU chips, v2 to 7.
+
+    Args:
+        bus: the folder with an entry for each device.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from torchstrategy.cli.host import count_tpu_chips
+        >>> count_tpu_chips(Path("/there/is/no/bus"))
+        0
+    """
+    found = 0
+    for vendor_path in bus.glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            vendor, device = (path.read_text().strip() for path in (vendor_path, vendor_path.with_name("device")))
+            found += vendor == _TPU_VENDOR and device in _TPU_DEVICES
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _max_open_files() -> int | None:

@@ -10,13 +10,11 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
 
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -26,6 +24,7 @@ from torch.distributed.run import determine_local_world_size, parse_min_max_nnod
 from torchstrategy.cli import failures, worker
 from torchstrategy.cli.elastic import BACKEND, Agreement, WorkerEnvironments, tf_config
 from torchstrategy.cli.host import num_usable_cores
+from torchstrategy.cli.signals import SignalReceived, until_signal
 
 __all__ = ["add_arguments", "run"]
 
@@ -136,17 +135,16 @@ def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
         # torch puts the local rank in the place of ${local_rank}; arguments are the program's own affair.
         command = [part.replace("$", "$$") for part in command]
         try:
-            elastic_launch(config, sys.executable)(*command)
+            until_signal(lambda: elastic_launch(config, sys.executable)(*command))
         except ChildFailedError as error:
             _say(failures.describe(error.failures))
             return failures.exit_status(error.failures)
         except RendezvousError as error:
             _say(f"the launchers did not meet at {endpoint}: {_why_not_met(error)}")
             return 1
-        except (SignalException, KeyboardInterrupt) as error:
-            number = signal.Signals(getattr(error, "sigval", signal.SIGINT))
-            _say(f"{number.name} received: the workers have ended.")
-            return 128 + number
+        except SignalReceived as error:
+            _say(f"{error.number.name} received: the workers have ended.")
+            return 128 + error.number
     return 0
 
 

@@ -170,7 +170,7 @@ def split_batch(batch: Components, placement: Placement) -> LocalBatch:
     for leaf in batch.leaves:
         length = batch_length(leaf)
         if length is None:
-            columns.append((leaf,) * len(placement.devices))
+            columns.append((leaf,) * placement.num_local)
             shares.append(None)
             continue
         bounds, share = division(length, placement.num_replicas)

@@ -141,7 +141,8 @@ def raw_bytes(leaf: Any, which: slice) -> bytes:
         if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_quantized or not leaf.dim():
             return b""
         rows = leaf.detach()[which].cpu().resolve_conj().resolve_neg().contiguous()
-        return rows.view(torch.uint8).numpy().tobytes() if rows.numel() else b""
+        # A single row counts as contiguous whatever its stride, with which it can't be seen as bytes.
+        return rows.flatten().as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray):
         return b"" if leaf.dtype.hasobject or not leaf.ndim else np.ascontiguousarray(leaf[which]).tobytes()
     return repr(leaf[which]).encode() if isinstance(leaf, list) else b""

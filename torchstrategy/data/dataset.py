@@ -36,6 +36,8 @@ class DistributedDataset:
         options: whether elements are moved to the replicas' devices, and how far ahead.
         sharding: how processes divide the data, ``None`` if nothing is divided.
         other_source: reads the same data in the way that a state of another number of processes may have been read.
+        reads_ahead: whether elements may be read before they are asked for; no, if an iteration that is dropped must
+            leave the others to the next one.
 
     Example:
         >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -60,6 +62,8 @@ class DistributedDataset:
         options: InputOptions,
         sharding: Sharding | None = None,
         other_source: Source | None = None,
+        *,
+        reads_ahead: bool = True,
     ) -> None:
         self._source = source
         self._other_source = other_source
@@ -67,6 +71,7 @@ class DistributedDataset:
         self._workers = workers
         self._options = options
         self._sharding = sharding
+        self._reads_ahead = reads_ahead
         self._element_spec: Any = None
         self._said_nothing_came = False
         self._cursor = _Cursor(source, None, None)
@@ -74,7 +79,8 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         reading, cursor = self._open()
         copies = DeviceCopies(self._placement, self._options.experimental_fetch_to_device is not False)
-        num_ahead = self._options.experimental_per_replica_buffer_size if copies.is_needed else 0
+        reads_ahead = copies.is_needed and self._reads_ahead
+        num_ahead = self._options.experimental_per_replica_buffer_size if reads_ahead else 0
         return DistributedIterator(reading, copies, num_ahead, cursor, self)
 
     def _note_no_batches(self) -> None:
@@ -111,7 +117,7 @@ class DistributedDataset:
         if self._element_spec is None:
             example = self._source.example()
             specs = [describe(leaf) for leaf in example.leaves]
-            num_local = len(self._placement.devices)
+            num_local = self._placement.num_local
             leaves = specs if num_local == 1 else [spec and PerReplica((spec,) * num_local) for spec in specs]
             self._element_spec = example.spec.unflatten(leaves)
         return self._element_spec
@@ -160,6 +166,10 @@ class DistributedDataset:
     def state_is_collective(self) -> bool:
         """Whether every process must call ``state_dict`` at the same point, because each has data of its own."""
         return self._cursor.source.is_collective
+
+    def is_for(self, placement: Placement, workers: Workers | None) -> bool:
+        """Say whether the elements are made for these replicas: those of a strategy, with its processes."""
+        return self._placement == placement and self._workers is workers
 
     def explain_sharding(self) -> str:
         """Say how the data is divided, and why.

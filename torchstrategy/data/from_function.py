@@ -64,13 +64,13 @@ class FunctionPipelines:
             own = self._own.get(index) if num == self._num and replicas_then == replicas_now else None
             return self._make(num, index, replicas_then) if own is None else own
 
-        takes_turns = len(self._indices) == 1 and len(self._placement.devices) > 1
+        takes_turns = len(self._indices) == 1 and self._placement.num_local > 1
         readers = open_pipelines(self._num, self._indices, data_of, state, keeps_elements=takes_turns)
         rounds = Rounds(self._workers, state["step"] if state is not None and goes_on else 0, self.example)
         # what the function was told: its batch sizes may depend on it
         position = PipelinesPosition(rounds, readers, {"num_replicas": replicas_then})
         if takes_turns:  # consecutive elements go to the process's replicas
-            readers = readers * len(self._placement.devices)
+            readers = readers * self._placement.num_local
         return _Reading(readers, rounds, position)
 
     def combine(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,10 @@ class _Reading:
 
     def __next__(self) -> LocalBatch:
         if self._items is None:
+            own = torch.get_rng_state()
             self._items = self._open()
+            if self._draw.resume is not None:  # the iteration that goes on has drawn this already
+                torch.set_rng_state(own)
         elif self._loader.persistent_workers and self._sampler.draw is not self._draw:
             raise RuntimeError(TAKEN_OVER)
         item = next(self._items, END)

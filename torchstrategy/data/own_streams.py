@@ -55,7 +55,7 @@ class OwnStreams:
         (reader,) = open_pipelines(self._size, [self._rank], self._data_of, state, keeps_elements=True)
         goes_on = state is not None and not state["is_finished"]
         rounds = Rounds(self._workers, state["step"] if state is not None and goes_on else 0, self.example)
-        layout = [self._placement.num_replicas, len(self._placement.devices)]
+        layout = [self._placement.num_replicas, self._placement.num_local]
         more = {"batch_size": declared_batch_size(self._own), "layout": layout, "next_size": 0}
         if state is not None and goes_on:
             more["batch_size"] = state["batch_size"]
@@ -134,7 +134,7 @@ class _Reading:
             more["batch_size"] = self._agree_on_batch_size()
             first = self._placement.first_replica
             self._sizes = minibatch_sizes(more["batch_size"], self._placement.num_replicas, first)
-        sizes, start, num_local = self._sizes, more["next_size"], len(self._placement.devices)
+        sizes, start, num_local = self._sizes, more["next_size"], self._placement.num_local
         more["next_size"] = (start + num_local) % len(sizes)
         return [sizes[(start + i) % len(sizes)] for i in range(num_local)]
 

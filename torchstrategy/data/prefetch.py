@@ -46,6 +46,7 @@ class DeviceCopies:
 
     CUDA copies beside the computation only from pinned memory. ``DataLoader(pin_memory=True)`` pins in a thread of
     its own; a tensor that is not pinned yet is pinned by ``start``. What lies on its replica's device is left alone.
+    Where one copy of the model serves several replicas, their values stay on the host until ``run`` sends them at once.
 
     Args:
         placement: the replicas of this process.
@@ -54,7 +55,8 @@ class DeviceCopies:
 
     def __init__(self, placement: Placement, to_device: bool) -> None:  # noqa: FBT001
         self._devices = [tensor_device(device) for device in placement.devices]
-        self._is_needed = to_device and any(device.type != "cpu" for device in self._devices)
+        is_together = placement.replicas_per_copy > 1
+        self._is_needed = to_device and not is_together and any(device.type != "cpu" for device in self._devices)
 
     @property
     def is_needed(self) -> bool:

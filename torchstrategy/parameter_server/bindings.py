@@ -6,10 +6,9 @@ autograd; a refresh gives it the memory of what was pulled, so that modules and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torchstrategy.parameter_server.client import ParameterClient
     from torchstrategy.parameter_server.layout import VariableSpec
 
-__all__ = ["Binding", "Bindings", "Kind", "RefreshWhenCalled"]
+__all__ = ["Binding", "Bindings", "Kind", "RefreshWhenCalled", "can_require_grad"]
 
 
 class Kind(str, Enum):
@@ -76,7 +75,7 @@ class Binding:
         value = value.to(device)
         if self.local is None:
             with torch.inference_mode(False):  # noqa: FBT003 - it outlives the mode
-                self.local = value.detach().requires_grad_(self.requires_grad and _can_require_grad(value))
+                self.local = value.detach().requires_grad_(self.requires_grad and can_require_grad(value))
         elif self.kind is Kind.BUFFER:
             with torch.no_grad():
                 self.local.copy_(value)  # a module may hold views of it
@@ -113,10 +112,8 @@ class Binding:
         dense = None if self.local is None else self.local.grad
         if dense is None or self._sparse_grad is None or self.local is None:
             return self._sparse_grad if dense is None else dense
-        self.local.grad, self._sparse_grad = (
-            dense + self._sparse_grad,
-            None,
-        )  # one tensor, which may be changed in place
+        # One tensor, which may be changed in place.
+        self.local.grad, self._sparse_grad = dense + self._sparse_grad, None
         return self.local.grad
 
     def set_gradient(self, grad: Tensor | None) -> None:
@@ -245,24 +242,15 @@ class Bindings:
         for binding in self.by_id.values():
             binding.set_gradient(None)
 
-    @contextlib.contextmanager
-    def fixed(self, bindings: Iterable[Binding]) -> Iterator[None]:
-        """Refresh variables once, for all reads of a block."""
-        self.enter(bindings)
-        try:
-            yield
-        finally:
-            self.leave()
-
     def enter(self, bindings: Iterable[Binding]) -> None:
-        """Begin such a block."""
+        """Begin a block in which variables are refreshed once, for all reads; ``leave`` ends it."""
         if self._reads_are_fresh and not self._depth:
             self.mark_stale()
         self.refresh(bindings)
         self._depth += 1
 
     def leave(self) -> None:
-        """End it."""
+        """End the block that ``enter`` began."""
         self._depth -= 1
 
 
@@ -321,5 +309,6 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _can_require_grad(value: Tensor) -> bool:
+def can_require_grad(value: Tensor) -> bool:
+    """Say whether a tensor's dtype is one of which gradients are taken."""
     return value.is_floating_point() or value.is_complex()

@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from torchstrategy.context import current_frame
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind
+from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, can_require_grad
 from torchstrategy.parameter_server.spilling import new_tensor
+from torchstrategy.replicas.distributed_variables import replaced
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy
 
 __all__ = [
@@ -91,7 +92,7 @@ class Served(Tensor):
                 used.append(tensor)
                 return tensor.bindings.read(tensor.binding)
 
-            result = func(*_replaced(args, local), **_replaced(kwargs, local))
+            result = func(*replaced(args, local, Served), **replaced(kwargs, local, Served))
             for tensor in used:
                 if kwargs.get(_WRITES_UNSEEN.get(func, "")) and tensor.binding.kind is Kind.BUFFER:
                     tensor.binding.note_write()
@@ -293,7 +294,7 @@ def make_served(cls: type[Any], bindings: Bindings, binding: Binding, options: V
     spec = binding.spec
     with torch.inference_mode(False):  # noqa: FBT003 - it outlives the mode
         nothing = _nothing(spec.shape, spec.dtype, bindings.device)
-        needs_grad = binding.requires_grad and (nothing.is_floating_point() or nothing.is_complex())
+        needs_grad = binding.requires_grad and can_require_grad(nothing)
         tensor = Tensor._make_subclass(cls, nothing, needs_grad)
     tensor.binding, tensor.bindings = binding, bindings
     if options is not None:
@@ -410,7 +411,7 @@ def _look_up(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     is_functional = first is args[1]
     indices = args[0] if is_functional else args[1]
     if not isinstance(first, Served) or not _pulls_rows(first.binding):
-        return func(*_replaced(args, _read), **_replaced(kwargs, _read))
+        return func(*replaced(args, _read, Served), **replaced(kwargs, _read, Served))
     if not is_functional:
         raise NotImplementedError(
             f"{func.__name__} of the variable {first.binding.spec.name!r}, of which only rows are pulled: use "
@@ -429,7 +430,7 @@ def _look_up(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         where = (_read(indices) == padding).nonzero()
         options["padding_idx"] = int(positions[tuple(where[0])]) if len(where) else None
     options["sparse"] = False  # these rows are few; the gradient of the whole is sparse
-    return func(positions, rows, **_replaced(options, _read))
+    return func(positions, rows, **replaced(options, _read, Served))
 
 
 def _pulls_rows(binding: Binding) -> bool:
@@ -447,14 +448,3 @@ _EMBEDDING_BAG = (
 
 def _read(value: Any) -> Any:
     return value.bindings.read(value.binding) if isinstance(value, Served) else value
-
-
-def _replaced(value: Any, fn: Callable[[Served], Tensor]) -> Any:
-    """Return a function's arguments with ``fn(x)`` in place of each served tensor."""
-    if isinstance(value, Served):
-        return fn(value)
-    if type(value) in (tuple, list):
-        return type(value)([_replaced(item, fn) for item in value])
-    if type(value) is dict:
-        return {key: _replaced(item, fn) for key, item in value.items()}
-    return value

@@ -108,7 +108,7 @@ class ServedHosting(DirectHosting):
 
     def _adopt_module(self, root: nn.Module) -> None:
         bindings: list[Binding] = []
-        for prefix, module in root.named_modules():
+        for prefix, module in metric_states.modules_but_metrics(root):
             for kind, tensors in ((Kind.PARAMETER, module._parameters), (Kind.BUFFER, module._buffers)):
                 for name, tensor in tensors.items():
                     if tensor is None:
@@ -154,14 +154,17 @@ class ServedHosting(DirectHosting):
         for root in modules:
             if id(root) not in children:
                 reference = weakref.ref(root)
-                for path, module in root.named_modules():
+                for path, module in _modules_of(root):
                     self._roots.setdefault(id(module), (reference, path))
 
 
-def _descendants(module: nn.Module) -> Iterator[nn.Module]:
-    own = module.modules()
-    next(own)
-    return own
+def _modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that belong to a root: of a metric all, of another one not its metrics, which are roots."""
+    return root.named_modules() if metric_states.is_metric(root) else metric_states.modules_but_metrics(root)
+
+
+def _descendants(root: nn.Module) -> Iterator[nn.Module]:
+    return (module for _, module in _modules_of(root) if module is not root)
 
 
 def _kind_of(module: nn.Module, name: str, kind: Kind) -> Kind:

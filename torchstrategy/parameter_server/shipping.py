@@ -92,6 +92,8 @@ class Shipper:
         #: Identities and names of objects that no longer exist.
         self._gone: deque[tuple[Any, str]] = deque()
         self._lock = threading.RLock()
+        #: Held while metrics change, by whoever reads several of their states.
+        self.merging = threading.Lock()
 
     def function(self, fn: Callable[..., Any]) -> Shipped:
         """Return what a worker must have to call a function.
@@ -162,7 +164,7 @@ class Shipper:
         return [key for key in keys if key not in self._definitions]
 
     def absorb(self, side: Any) -> None:
-        """Add to the program's metrics what a function on a worker has accumulated; never waits.
+        """Add to the program's metrics what a function on a worker has accumulated; waits for no other process.
 
         Args:
             side: what ``Workshop.run`` returned beside the value.
@@ -170,7 +172,8 @@ class Shipper:
         for name, states in side.items():
             metric = self._metrics.get(name, _nothing)()
             if metric is not None:
-                _merge_into(metric, states)
+                with self.merging:
+                    _merge_into(metric, states)
 
     def _needs(self, pickled: Pickled) -> tuple[str, ...]:
         """Return the keys of the present versions of what a pickle refers to, each after what it needs itself."""

@@ -35,7 +35,7 @@ def state_of(obj: Any) -> Any:
                 *(item for item in vars(m).items() if type(item[1]) in _PLAIN),
                 *((id(p), _trains(p)) for p in m._parameters.values() if p is not None),
             )
-            for m in obj.modules()
+            for _, m in metric_states.modules_but_metrics(obj)
         )
     if isinstance(obj, Optimizer):
         trained = tuple(_trains(p) for group in obj.param_groups for p in group["params"])

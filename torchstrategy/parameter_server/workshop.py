@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.options import VariableAggregation, VariableSynchronization
 from torchstrategy.parameter_server.behind import PulledParameter
-from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, RefreshWhenCalled
+from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, RefreshWhenCalled, can_require_grad
 from torchstrategy.parameter_server.client import ParameterClient
 from torchstrategy.parameter_server.layout import VariableSpec
 from torchstrategy.parameter_server.optimizers import OptimizerLink
@@ -65,19 +65,31 @@ class _Buffer(NamedTuple):
             own.copy_(found)
 
 
+class _Uses:
+    """What objects and functions refer to."""
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Binding] = {}
+        #: Which of them train.
+        self.trains: dict[int, bool] = {}
+        #: Buffers of modules, by the modules' names.
+        self.buffers: dict[str, list[_Buffer]] = {}
+        #: Metrics and modules by their names.
+        self.objects: dict[str, Any] = {}
+
+    def add(self, other: _Uses) -> None:
+        """Add what something else refers to."""
+        self.variables |= other.variables
+        self.trains |= other.trains
+        self.buffers |= other.buffers
+        self.objects |= other.objects
+
+
 class _Loaded(NamedTuple):
     """An object or function, and what it refers to."""
 
     obj: Any
-    kind: str
-    name: str
-    variables: dict[int, Binding]
-    #: Which of them train.
-    trains: dict[int, bool]
-    #: Those of modules, by the modules' names.
-    buffers: dict[str, list[_Buffer]]
-    #: Metrics and modules by their names.
-    objects: dict[str, Any]
+    uses: _Uses
 
 
 class Workshop:
@@ -111,26 +123,17 @@ class Workshop:
         fields = message.fields
         loader = self._loader(fields, message.blobs[0], resources)
         obj = loader.load()
-        variables, trains = loader.variables, loader.trains
-        buffers: dict[str, list[_Buffer]] = {}
-        objects: dict[str, Any] = {}
-        for key in fields["uses"]:
-            used = self._loaded[key]
-            variables |= used.variables
-            trains |= used.trains
-            buffers |= used.buffers
-            objects |= used.objects
-        name, kind = fields["name"], fields["kind"]
-        if kind != "function":
-            objects[name] = obj
+        name, uses = fields["name"], loader.uses
+        if fields["kind"] != "function":
+            uses.objects[name] = obj
         if isinstance(obj, nn.Module):
-            buffers[name] = self._buffers_of(obj)
-            RefreshWhenCalled(obj, self.bindings, [b for b in variables.values() if b.kind is Kind.PARAMETER])
+            uses.buffers[name] = self._buffers_of(obj)
+            RefreshWhenCalled(obj, self.bindings, [b for b in uses.variables.values() if b.kind is Kind.PARAMETER])
         elif isinstance(obj, Optimizer):
             OptimizerLink(obj, int(name[1:]), self.bindings, self.binding).attach()
         for old in fields["replaces"]:
             self._loaded.pop(old, None)
-        self._loaded[fields["key"]] = _Loaded(obj, kind, name, variables, trains, buffers, objects)
+        self._loaded[fields["key"]] = _Loaded(obj, uses)
 
     def load(self, blob: bytes, resources: Mapping[int, Any]) -> Any:
         """Return an object that the coordinator has pickled.
@@ -153,33 +156,26 @@ class Workshop:
             ValueError: a definition was not sent.
             Exception: what the function raises.
         """
-        function = self._definition(key)
-        variables, trains, objects = dict(function.variables), dict(function.trains), dict(function.objects)
-        buffers = dict(function.buffers)
+        function, uses = self._definition(key), _Uses()
+        uses.add(function.uses)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if arguments:
-            header, pickled = split_header(arguments)
-            loader = self._loader(header, pickled, resources)
+            loader = self._loader(*split_header(arguments), resources)
             args, kwargs = loader.load()
-            variables |= loader.variables
-            trains |= loader.trains
-            for used in map(self._definition, header["uses"]):
-                variables |= used.variables
-                trains |= used.trains
-                buffers |= used.buffers
-                objects |= used.objects
-        of_modules = [buffer for own in buffers.values() for buffer in own]
-        for number, own in trains.items():  # another version may have been loaded since
+            uses.add(loader.uses)
+        of_modules = [buffer for own in uses.buffers.values() for buffer in own]
+        for number, own in uses.trains.items():  # another version may have been loaded since
             self.tensor(number, own, "")
         self.bindings.forget_gradients()
         self.bindings.mark_stale()
-        pulled = [b for b in variables.values() if b.kind in (Kind.PARAMETER, Kind.BUFFER)]
+        variables = uses.variables.values()
+        pulled = [b for b in variables if b.kind in (Kind.PARAMETER, Kind.BUFFER)]
         self.bindings.refresh(pulled)
         # A variable may be written only, so it is pulled when it is read.
-        self.bindings.pulled_together = [b for b in variables.values() if b.kind is Kind.VARIABLE and _trains(b)]
+        self.bindings.pulled_together = [b for b in variables if b.kind is Kind.VARIABLE and _trains(b)]
         before = {b: b.local.clone() for b in pulled if b.kind is Kind.BUFFER and b.local is not None}
-        metrics = {name: obj for name, obj in objects.items() if metric_states.is_metric(obj)}
+        metrics = {name: obj for name, obj in uses.objects.items() if metric_states.is_metric(obj)}
         for metric in metrics.values():
             metric.reset()
         frame = Frame(self.strategy, None)
@@ -240,7 +236,6 @@ class Workshop:
     def _check_parameters(self, pulled: list[Binding]) -> None:
         for binding in pulled:
             if binding.kind is Kind.PARAMETER and binding.was_written:
-                binding.versions = None  # pulled anew before the next call
                 raise RuntimeError(
                     f"A function on a worker changed the parameter {binding.spec.name!r} in place, but only this "
                     "worker's copy of it. Parameters change by their optimizer's step(); use a ts.Variable, whose "
@@ -276,13 +271,10 @@ class Workshop:
         for row, kind in zip(header["specs"], header["kinds"], strict=True):
             spec = VariableSpec.from_json(row)
             self._specs[spec.id], self._kinds[spec.id] = spec, Kind(kind)
-        return _Loader(self, pickled, self._objects(header["uses"]), resources)
-
-    def _objects(self, keys: list[str]) -> dict[str, Any]:
-        objects: dict[str, Any] = {}
-        for key in keys:
-            objects |= self._definition(key).objects
-        return objects
+        uses = _Uses()
+        for key in header["uses"]:
+            uses.add(self._definition(key).uses)
+        return _Loader(self, pickled, uses, resources)
 
     def _definition(self, key: str) -> _Loaded:
         try:
@@ -297,16 +289,14 @@ class _Loader(pickle.Unpickler):
     Args:
         workshop: has the tensors and the strategy.
         blob: the pickle.
-        objects: what it may refer to, by name.
+        uses: what the definitions that it needs refer to; it adds what it refers to itself.
         resources: datasets and iterators by their numbers.
     """
 
-    def __init__(self, workshop: Workshop, blob: bytes, objects: dict[str, Any], resources: Mapping[int, Any]) -> None:
+    def __init__(self, workshop: Workshop, blob: bytes, uses: _Uses, resources: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(blob))
-        self.variables: dict[int, Binding] = {}
-        self.trains: dict[int, bool] = {}
+        self.uses = uses
         self._workshop = workshop
-        self._objects = objects
         self._resources = resources
 
     def persistent_load(self, reference: Any) -> Any:
@@ -315,11 +305,11 @@ class _Loader(pickle.Unpickler):
             return self._workshop.strategy
         if kind == "tensor":
             tensor = self._workshop.tensor(*rest)
-            self.variables[rest[0]] = self._workshop.bindings.by_id[rest[0]]
-            self.trains[rest[0]] = rest[1]
+            self.uses.variables[rest[0]] = self._workshop.bindings.by_id[rest[0]]
+            self.uses.trains[rest[0]] = rest[1]
             return tensor
-        if kind == "object" and rest[0] in self._objects:
-            root, path = self._objects[rest[0]], rest[1]
+        if kind == "object" and rest[0] in self.uses.objects:
+            root, path = self.uses.objects[rest[0]], rest[1]
             return root.get_submodule(path) if path else root
         if kind == "resource" and rest[0] in self._resources:
             return self._resources[rest[0]]
@@ -330,11 +320,7 @@ def _is_sum(old: Tensor, new: Tensor) -> bool:
     """Say whether a value can be given as what is to be added to the old one: not from infinity, or from far away."""
     if old.dtype == torch.bool:
         return False
-    return not _is_fractional(old) or torch.allclose(old + (new - old), new, rtol=1e-3, equal_nan=False)
-
-
-def _is_fractional(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+    return not can_require_grad(old) or torch.allclose(old + (new - old), new, rtol=1e-3, equal_nan=False)
 
 
 def _trains(binding: Binding) -> bool:

@@ -74,7 +74,7 @@ class Seal:
         """
         fields, mac = bytes(prefix[: _PREFIX.size]), bytes(prefix[_PREFIX.size :])
         if not hmac.compare_digest(mac, self._mac(fields, header)):
-            raise MessageError("a message that this session's other end did not send")
+            raise MessageError("a message that the other end of this connection did not send")
         number, _, _ = _PREFIX.unpack(fields)
         if number <= self._number:
             raise MessageError(f"message {number} again, after message {self._number}: a replay")
