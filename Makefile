@@ -3,19 +3,23 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
+# torch-xla needs an older torch.
+XLA_VENV ?= .venv-xla
+XLA_RUN = $(XLA_VENV)/bin/python
 
-.PHONY: help demo test test-slow lint format types docs notebooks build clean
+.PHONY: help demo test test-slow test-tpu lint format types docs notebooks build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
 	@echo "make test       run the tests (not the slow ones) in two processes"
 	@echo "make test-slow  run the slow tests"
+	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
 	@echo "make docs       build the documentation into docs/_build/html, warnings are errors"
 	@echo "make notebooks  run the documentation's notebooks and store what their cells print"
 	@echo "make build      build the source distribution and the wheel into dist/"
-	@echo "make clean      remove the virtual environment and everything that was built"
+	@echo "make clean      remove the virtual environments and everything that was built"
 
 demo: $(VENV)/.recipes
 	$(RUN) recipes/custom_loop.py strategy=mirrored 'strategy.devices=[cpu:0,cpu:1]'
@@ -25,6 +29,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(RUN) -m pytest -n 2 -m slow
+
+test-tpu: $(XLA_VENV)/.dev
+	$(XLA_RUN) -m pytest -n 2 -m "not slow" tests/tpu
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
@@ -48,7 +55,7 @@ build: $(VENV)/.dev
 	$(RUN) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(XLA_VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -57,4 +64,10 @@ $(VENV)/.torch:
 
 $(VENV)/.recipes $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[$*]'
+	@touch $@
+
+$(XLA_VENV)/.dev: .ci/install_torch_xla.py pyproject.toml
+	$(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_RUN) .ci/install_torch_xla.py
+	$(XLA_RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@

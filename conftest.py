@@ -4,6 +4,7 @@ import importlib.util
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ import torch
 import torchstrategy as ts
 from torchstrategy import context
 from torchstrategy.testing.fixtures import local_cluster, process_pool  # noqa: F401 - fixtures
+
+ROOT = Path(__file__).parent
+#: Whose examples start the TPU system; tests/tpu/test_docs.py runs them, each in a process of its own.
+TPU_DOCTESTS = {"torchstrategy/strategies/tpu.py", "torchstrategy/tpu/experimental.py"}
 
 
 def pytest_configure():
@@ -25,6 +30,8 @@ def pytest_collection_modifyitems(items):
     if importlib.util.find_spec("torch_xla") is None:
         missing["tpu"] = "needs torch_xla: pip install 'torchstrategy[tpu]'"
     for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.path.relative_to(ROOT).as_posix() in TPU_DOCTESTS:
+            item.add_marker("tpu")
         for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
 

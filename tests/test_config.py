@@ -1,8 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import torchstrategy as ts
 from torchstrategy import config, devices
+from torchstrategy.xla import system
+
+TPU = ts.cluster_resolver.TPUClusterResolver
 
 
 @pytest.fixture
@@ -81,3 +86,21 @@ def test_guide_snippet_with_gpus(monkeypatch):
 def test_strategies_take_the_names_of_logical_devices():
     names = [device.name for device in ts.config.list_logical_devices("GPU")]
     assert devices.local_devices(names) == (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+def test_connect_to_cluster():
+    spec = ts.cluster_resolver.ClusterSpec({"worker": ["a:1"]})
+    for cluster in (spec, ts.cluster_resolver.SimpleClusterResolver(spec), TPU("local")):
+        assert ts.config.experimental_connect_to_cluster(cluster) is None
+    with pytest.raises(ts.errors.UnimplementedError, match="from another machine"):
+        ts.config.experimental_connect_to_cluster(TPU("grpc://10.0.0.2"))
+    with pytest.raises(TypeError, match=r"must be a `ClusterSpec` or a `ClusterResolver`\. Received: dict"):
+        ts.config.experimental_connect_to_cluster({"worker": ["a:1"]})
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_tpu_devices_are_there_once_initialised(monkeypatch):
+    assert ts.config.list_logical_devices("TPU") == []
+    monkeypatch.setattr(system, "_current", SimpleNamespace(runtime=SimpleNamespace(num_local_devices=2)))
+    assert [device.name for device in ts.config.list_logical_devices("tpu")] == ["/device:TPU:0", "/device:TPU:1"]
+    assert len(ts.config.list_physical_devices()) == 3

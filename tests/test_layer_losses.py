@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 import torchstrategy as ts
 from tests.programs import cpu_devices, largest_difference, strategy_for
+from torchstrategy import layer_losses
 from torchstrategy.errors import InvalidArgumentError
 
 L2 = ts.regularizers.L2(0.5)
@@ -617,3 +618,19 @@ def test_an_empty_share_counts_as_nothing():
 def test_nan_is_not_hidden_where_there_are_examples():
     loss, _ = activity_on_shares(mirrored(2), torch.tensor([[float("nan")], [1.0]]))
     assert loss != loss
+
+
+def test_a_loop_sees_regularizers_and_losses_that_come_later():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    losses = layer_losses.LayerLosses()
+    assert losses.of(model) == []
+    ts.regularize(model, "0.weight", ts.regularizers.L2(0.5))
+    assert len(losses.of(model)) == 1
+    other = copy.deepcopy(model)
+    ts.regularize(model, "0.weight", None)
+    assert losses.of(model) == []
+    losses.begin()
+    assert len(losses.of(other)) == 1
+    ts.add_loss(torch.ones(()), model)
+    losses.begin()
+    assert [loss.item() for loss in losses.of(model)] == [1.0]

@@ -25,17 +25,25 @@ class Placement:
     Args:
         num_replicas: replicas in sync over all processes.
         first_replica: id of this process's first replica.
-        devices: one device for each replica of this process, in the order of their ids.
+        devices: one device for each copy of the model in this process, in the order of the replicas' ids.
+        replicas_per_copy: how many replicas of this process one copy of the model serves: all of them where XLA
+            compiles one program for several devices.
     """
 
     num_replicas: int
     first_replica: int
     devices: tuple[torch.device, ...]
+    replicas_per_copy: int = 1
+
+    @property
+    def num_local(self) -> int:
+        """Replicas of this process."""
+        return len(self.devices) * self.replicas_per_copy
 
     @property
     def local_replica_ids(self) -> range:
         """Ids of the replicas of this process."""
-        return range(self.first_replica, self.first_replica + len(self.devices))
+        return range(self.first_replica, self.first_replica + self.num_local)
 
 
 def canonical_device(name: str | torch.device) -> torch.device:

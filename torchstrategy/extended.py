@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from torchstrategy import tree
@@ -45,7 +46,11 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """Full names of the devices of this process's replicas."""
-        return tuple(full_device_name(device, *self._strategy._task) for device in self._strategy.placement.devices)
+        placement, task = self._strategy.placement, self._strategy._task
+        if placement.replicas_per_copy == 1:
+            return tuple(full_device_name(device, *task) for device in placement.devices)
+        kind = placement.devices[0].type
+        return tuple(full_device_name(torch.device(kind, i), *task) for i in range(placement.num_local))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ gives the outermost modules that are called inside a ``ts.function`` a switch be
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import warnings
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
 from torchstrategy import tree
+from torchstrategy.context import current_replica_context
 from torchstrategy.devices import visible_devices
 from torchstrategy.log import info_once, logger
 from torchstrategy.replicas.adapters import is_a
+from torchstrategy.xla import graph, system
 
 __all__ = ["function", "functions_run_eagerly", "run_functions_eagerly"]
 
@@ -305,8 +308,10 @@ class _Switch:
 
 def _call(func: Callable[..., Any], how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     token = _current_call.set(_start(how))
+    in_graph = contextlib.nullcontext() if current_replica_context() is not None else graph.one_graph()
     try:
-        return func(*args, **kwargs)
+        with in_graph:
+            return func(*args, **kwargs)
     except RuntimeError as error:
         _explain(error)
         raise
@@ -321,6 +326,8 @@ def _start(how: _How) -> _Call | None:
     outer = _current_call.get()
     if how.jit_compile is None and outer is not None:
         return outer
+    if how.jit_compile is not False and system.current() is not None:
+        return None  # XLA compiles what is traced here
     if how.jit_compile is None and not any(name.split(":")[0] in _COMPILED_BY_DEFAULT for name in visible_devices()):
         info_once("No GPU here: a ts.function runs as it is. ts.function(jit_compile=True) compiles for the CPU.")
         return None

@@ -227,7 +227,7 @@ class GradientSummer:
     def _compare_parameters(self, parameters: Sequence[Tensor], workers: WorkerGroup) -> None:
         """Raise unless the parameters have equal sums on all ranks (replicas of one process are compared elsewhere)."""
         with torch.no_grad():
-            sums = torch.stack([_checksum(parameter) for parameter in parameters]).tolist()
+            sums = _checksums(parameters)
         rows = workers.exchange("the comparison of parameters between ranks", sums)
         for k, parameter in enumerate(parameters):
             totals, sizes = zip(*(row[k] for row in rows), strict=True)
@@ -267,7 +267,11 @@ class GradientSummer:
         results = []
         for bucket, flat, wait in zip(buckets, packed, waits, strict=True):
             wait()
-            results += list(zip(bucket, unpack(flat, [tensors[i] for i in bucket]), strict=True))
+            parts = unpack(flat, [tensors[i] for i in bucket])
+            if flat.device.type == "xla":
+                # Each write to a view is traced as a write to the whole buffer, and to all other views of it.
+                parts = [part.clone() for part in parts]
+            results += list(zip(bucket, parts, strict=True))
         return results
 
     def _sum_sparse(self, column: Sequence[Tensor]) -> None:
@@ -317,11 +321,23 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _checksums(parameters: Sequence[Tensor]) -> list[list[float]]:
+    """Return of each tensor the sum of its elements and that of their absolute values; waits once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for k, parameter in enumerate(parameters):
+        by_device.setdefault(parameter.device, []).append(k)
+    sums: list[list[float]] = [[]] * len(parameters)
+    for indices in by_device.values():
+        rows = torch.stack([_checksum(parameters[k]) for k in indices]).tolist()
+        for k, row in zip(indices, rows, strict=True):
+            sums[k] = row
+    return sums
+
+
 def _checksum(parameter: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements and of their absolute values, ``[2]`` in float64 on the CPU."""
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     wide = values.double()
-    return torch.stack([wide.sum(), wide.abs().sum()]).cpu()
+    return torch.stack([wide.sum(), wide.abs().sum()])
 
 
 def _only_some_nan(values: Sequence[float]) -> bool:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from torchstrategy import errors
 from torchstrategy.context import current_replica_context
+from torchstrategy.replicas.adapters import register_trace_end
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategy import Strategy
 
-__all__ = ["add_loss", "losses_of", "regularize"]
+__all__ = ["LayerLosses", "add_loss", "losses_of", "regularize"]
 
 #: The attribute of a module that holds its regularizers: parameter name -> function. It is copied with the module.
 _REGULARIZERS = "_ts_regularizers"
@@ -30,6 +31,8 @@ _HOOK = "torchstrategy.add_loss"
 _MAX_NAMES = 20
 
 _added: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
+#: How often `regularize` was called, by which it is known whether another look at a model's modules is needed.
+_num_changes = 0
 
 
 def regularize(module: nn.Module, name: str, regularizer: Callable[[Tensor], Tensor] | None) -> None:
@@ -82,6 +85,8 @@ def regularize(module: nn.Module, name: str, regularizer: Callable[[Tensor], Ten
     else:
         attached[own_name] = regularizer
     setattr(owner, _REGULARIZERS, attached)
+    global _num_changes
+    _num_changes += 1
 
 
 def add_loss(value: Tensor, module: nn.Module | None = None) -> None:
@@ -151,6 +156,29 @@ def losses_of(model: nn.Module) -> list[Tensor]:
         for name, regularizer in module.__dict__.get(_REGULARIZERS, {}).items()
     ]
     return penalties + [loss for module in modules for loss in _added.get(module, ())]
+
+
+class LayerLosses:
+    """The losses of one model's layers, for loops: a look at all modules is spared where there can't be any."""
+
+    def __init__(self) -> None:
+        self._seen = -1
+        self._is_regularized = True
+
+    def begin(self) -> None:
+        """Look at the modules when they are needed next; they may have changed."""
+        self._seen = -1
+
+    def of(self, model: nn.Module) -> list[Tensor]:
+        """Return what ``losses_of`` does.
+
+        Args:
+            model: the model, the same since ``begin``.
+        """
+        if self._seen != _num_changes:
+            self._is_regularized = any(resolve(module).__dict__.get(_REGULARIZERS) for module in model.modules())
+            self._seen = _num_changes
+        return losses_of(model) if self._is_regularized or _added else []
 
 
 def _add(value: Tensor, module: nn.Module | None) -> None:
@@ -232,11 +260,24 @@ def _forget(outermost: nn.Module) -> None:
         _added.pop(module, None)
 
 
+def _forget_on(device_type: str) -> None:
+    for module, values in list(_added.items()):
+        if any(value.device.type == device_type for value in values):
+            _added.pop(module, None)
+
+
+register_trace_end(_forget_on)
+
+
 def _without_nothing(value: Tensor) -> Tensor:
     """Return 0 for a loss that is not finite because there was nothing to average."""
     context = current_replica_context()
     shares = None if context is None else context.batch_shares
-    if shares is None or shares.shares[context.replica_id_in_sync_group] > 0 or bool(value.isfinite().all()):
+    if shares is None or context._num_own_examples:
+        return value
+    if value.device.type == "xla":  # where values can't be looked at while a program is traced
+        return torch.where(value.isfinite().all(), value, 0.0)
+    if value.isfinite().all():
         return value
     # A constant of its own: zero times the gradients of a mean over nothing would be nan.
     return torch.zeros_like(value, requires_grad=value.requires_grad)

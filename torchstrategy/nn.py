@@ -107,7 +107,10 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
             "loss. Call it in replica context: in a function given to strategy.run."
         )
     loss = _sum_all(regularization_loss)
-    return loss / get_strategy().num_replicas_in_sync
+    context = get_replica_context()
+    shares = None if context is None else context.batch_shares
+    # Each of the batches that make one optimizer step adds its part.
+    return loss / (get_strategy().num_replicas_in_sync * (1 if shares is None else shares.num_parts))
 
 
 def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
@@ -159,11 +162,7 @@ def _warn_if_too_small(global_batch_size: int, num_losses: int) -> None:
             "counts it several times: iterate over `strategy.experimental_distribute_dataset(dataset)`, which gives "
             f"each replica its share. {remedy}"
         )
-    elif (
-        shares is not None
-        and global_batch_size < shares.total
-        and num_losses == shares.shares[context.replica_id_in_sync_group]
-    ):
+    elif shares is not None and global_batch_size < shares.total and num_losses == context._num_own_examples:
         warn_once(
             f"global_batch_size={global_batch_size}, but this batch has {shares.total} examples over all replicas, so "
             f"the loss is too large. {remedy}"
@@ -182,7 +181,7 @@ def _actual_batch_size(loss: Tensor) -> int | Tensor:
         if replica_context.num_replicas_in_sync == 1:
             return loss.shape[0]
         return replica_context.actual_batch_size()  # raises, and says why
-    share = shares.shares[replica_context.replica_id_in_sync_group]
+    share = replica_context._num_own_examples
     if loss.shape[0] != share:
         raise ValueError(
             f"per_example_loss has {loss.shape[0]} entries, but this replica's share of the batch is {share} examples, "

@@ -52,6 +52,7 @@ class ReplicaContext:
         self._replica_id = replica_id
         self.local_id = local_id
         self._inputs = inputs
+        self._found: list[BatchShares] | None = None
         #: How many optimizer steps are in progress, one inside the other.
         self.step_depth = 0
 
@@ -76,9 +77,15 @@ class ReplicaContext:
         return (str(self._strategy.placement.devices[self.local_id]),)
 
     @property
+    def _num_own_examples(self) -> int | None:
+        """How many examples of the batch this replica has; ``None`` where ``batch_shares`` is not known."""
+        shares = self.batch_shares
+        return None if shares is None else shares.shares[self._replica_id]
+
+    @property
     def batch_shares(self) -> BatchShares | None:
         """How the batch that this replica function was called with was split, if all its batches agree."""
-        found = self._all_shares(self._inputs)
+        found = self._own_shares()
         return found[0] if len(found) == 1 else None
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:  # noqa: ARG002 - as in tf
@@ -243,6 +250,8 @@ class ReplicaContext:
     def actual_batch_size(self, x: Any = None) -> Tensor:
         """Return how many examples the global batch has over all replicas; never communicates.
 
+        Of a batch that is one of several in an optimizer step of ``Model.fit``, it is the number in all of them.
+
         Args:
             x: the batch (a tensor or nested structure) that is meant; ``None`` means what the replica function was
                 called with.
@@ -262,10 +271,10 @@ class ReplicaContext:
             >>> [int(strategy.experimental_local_results(strategy.run(fn, args=(x,)))[0]) for x in dataset]
             [3, 2]
         """
-        found = self._all_shares(self._inputs if x is None else x)
+        found = self._own_shares() if x is None else self._all_shares(x)
         device = tensor_device(self._strategy.placement.devices[self.local_id])
         if len(found) == 1:
-            return torch.tensor(found[0].total, device=device)
+            return torch.tensor(found[0].divisor, device=device)
         remedy = 'Or count yourself: `global_batch_size=ctx.all_reduce("sum", torch.tensor(my_count))`.'
         if found:
             raise RuntimeError(
@@ -286,7 +295,7 @@ class ReplicaContext:
     def _gradient_sum(self, optimizer: Optimizer) -> GradientSum:
         """Return what this replica brings to the sum of a plain optimizer's gradients."""
         shares = self.batch_shares
-        had_examples = shares is None or shares.shares[self._replica_id] > 0
+        had_examples = self._num_own_examples != 0
         return GradientSum(optimizer_parameters(optimizer), had_examples, None if shares is None else shares.step)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
@@ -315,6 +324,11 @@ class ReplicaContext:
                     "`strategy.scope()`, or its parameters were replaced afterwards. Make the model and the optimizer "
                     "inside `with strategy.scope():`; a bare nn.Parameter must be part of a module."
                 )
+
+    def _work_on(self, inputs: Any) -> None:
+        """Let a batch take the place of what the replica function was called with, which holds several."""
+        self._inputs = inputs
+        self._found = None
 
     def __enter__(self) -> ReplicaContext:
         push_frame(Frame(self._strategy, self))
@@ -370,6 +384,11 @@ class ReplicaContext:
                 raise ValueError(f"{operation} takes tensors, or nested structures of tensors. Received: {leaf!r}. "
                                  "Convert numbers with `torch.tensor(...)`.")  # fmt: skip
         return leaves, spec
+
+    def _own_shares(self) -> list[BatchShares]:
+        if self._found is None:
+            self._found = self._all_shares(self._inputs)
+        return self._found
 
     def _all_shares(self, structure: Any) -> list[BatchShares]:
         found: dict[BatchShares, None] = {}

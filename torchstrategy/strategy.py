@@ -21,7 +21,7 @@ from torchstrategy.devices import Placement
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients import GradientSummer
-from torchstrategy.log import set_rank, show_info
+from torchstrategy.log import info_once, set_rank, show_info
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
 from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.replica_context import ReplicaContext
@@ -87,22 +87,9 @@ class Strategy:
         self.workers = workers
         self.record = Record(self)
         self.cross_device_ops = cross_device_ops or _default_ops(placement)
-        self.hosting: Hosting
-        if len(placement.devices) > 1:
-            self.hosting = ThreadedHosting(
-                self, placement, workers, self.record, prepare, concurrent=concurrent, check_every=check_every
-            )
-        else:
-            self.hosting = DirectHosting(self, placement, workers, self.record, prepare)
+        self.hosting: Hosting = self._make_hosting(concurrent=concurrent, check_every=check_every)
         self._buffers = BufferSync(self.hosting.slots)
-        self.gradient_summer = GradientSummer(
-            placement,
-            self.cross_device_ops,
-            workers,
-            communication_options or CommunicationOptions(),
-            self._buffers,
-            check_every,
-        )
+        self.gradient_summer = self._make_summer(communication_options or CommunicationOptions(), check_every)
         self._owned: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in placement.devices]
         self._running: tuple[ReplicaContext, ...] = ()
         if placement.num_replicas > 1:
@@ -154,7 +141,7 @@ class Strategy:
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        options: RunOptions | None = None,  # noqa: ARG002 - for TPUs
+        options: RunOptions | None = None,
     ) -> Any:
         """Call ``fn`` once for each replica of this process, each with its own values. Cross-replica context only.
 
@@ -165,7 +152,7 @@ class Strategy:
             fn: the replica function.
             args: its positional arguments, a tuple or list.
             kwargs: its keyword arguments.
-            options: have a meaning on TPUs only.
+            options: have a meaning on TPUs only; elsewhere a line in the log says that they are ignored.
 
         Returns:
             The return value with ``PerReplica`` leaves; a leaf that is the same object on all replicas stays plain.
@@ -193,23 +180,10 @@ class Strategy:
                 "positional args must be a list or tuple: `strategy.run(fn, args=(x, y))`. Received a "
                 f"{type(args).__name__}."
             )
+        if options is not None:
+            self._check_options(options)
         self._take_up_new()
-        contexts = []
-        calls = []
-        own_kwargs = {} if kwargs is None else dict(kwargs)
-        for local_id, replica_id in enumerate(self.placement.local_replica_ids):
-            own = inputs_of(self, local_id, (tuple(args), own_kwargs))
-            calls.append(own)
-            contexts.append(ReplicaContext(self, replica_id, local_id, (args, own_kwargs)))
-        outer, self._running = self._running, tuple(contexts)
-        try:
-            results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
-        except Exception as error:
-            self._explain(error, contexts)
-            raise
-        finally:
-            self._running = outer
-        return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
+        return self._run_replicas(fn, tuple(args), {} if kwargs is None else dict(kwargs))
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine a value over all replicas. Cross-replica context only; with several processes, all must call it.
@@ -243,7 +217,7 @@ class Strategy:
         op = ReduceOp.parse(reduce_op)
         self._require_cross_replica()
         self._agree_on_structure(f"Strategy.reduce({op.name})", value)
-        return tree.map_leaves(lambda leaf: reduce_leaf(self, op, leaf, axis), value)
+        return tree.map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate a value of all replicas in the order of replicas. Cross-replica context only.
@@ -278,7 +252,7 @@ class Strategy:
         if self.num_replicas_in_sync == 1:
             return tree.map_leaves(lambda leaf: inputs_of(self, 0, leaf), value)
         self._agree_on_structure("Strategy.gather", value)
-        return tree.map_leaves(lambda leaf: gather_leaf(self, leaf, axis), value)
+        return tree.map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas.
@@ -303,7 +277,7 @@ class Strategy:
             own = tuple(self.hosting.counterpart(i, value) for i in range(len(self.placement.devices)))
             if own[-1] is not value:
                 return own
-        return local_results(value, len(self.placement.devices))
+        return local_results(value, self.placement.num_local)
 
     def experimental_distribute_dataset(
         self,
@@ -457,6 +431,56 @@ class Strategy:
         if self.num_replicas_in_sync > 1:
             self.gradient_summer.sync_buffers()
 
+    def _check_options(self, options: RunOptions) -> None:
+        """Check the options of a call of ``run``."""
+        if not isinstance(options, RunOptions):
+            raise TypeError(f"options must be a ts.RunOptions. Received: {options!r}")
+        if options != RunOptions():
+            info_once(f"RunOptions have a meaning on TPUs only: {type(self).__name__} ignores {options}.")
+
+    def _make_hosting(self, *, concurrent: bool, check_every: int) -> Hosting:
+        """Make the place where replica functions run."""
+        if len(self.placement.devices) == 1:
+            return DirectHosting(self, self.placement, self.workers, self.record, prepare)
+        return ThreadedHosting(
+            self, self.placement, self.workers, self.record, prepare, concurrent=concurrent, check_every=check_every
+        )
+
+    def _make_summer(self, options: CommunicationOptions, check_every: int) -> GradientSummer:
+        """Make what sums gradients and averages buffers."""
+        return GradientSummer(self.placement, self.cross_device_ops, self.workers, options, self._buffers, check_every)
+
+    def _run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` for each replica of this process; ``run`` has checked the arguments."""
+        contexts = []
+        calls = []
+        for local_id, replica_id in enumerate(self.placement.local_replica_ids):
+            calls.append(inputs_of(self, local_id, (args, kwargs)))
+            contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
+        results = self._call_hosting(fn, contexts, calls)
+        return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
+
+    def _call_hosting(
+        self, fn: Callable[..., Any], contexts: Sequence[ReplicaContext], calls: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """Call ``fn`` once for each context and return the results."""
+        outer, self._running = self._running, tuple(contexts)
+        try:
+            return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+        except Exception as error:
+            self._explain(error, contexts)
+            raise
+        finally:
+            self._running = outer
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
+        """Combine one value over all replicas."""
+        return reduce_leaf(self, op, leaf, axis)
+
+    def _gather_leaf(self, leaf: Any, axis: int) -> Any:
+        """Concatenate one value of all replicas."""
+        return gather_leaf(self, leaf, axis)
+
     def _make_variable(self, context: Any, value: Tensor, options: VariableOptions) -> Variable | None:
         """Make a variable with a copy for each replica; ``None`` where one value is enough."""
         return make_variable(self, context, value, options)
@@ -551,13 +575,13 @@ class Strategy:
     def _explain(self, error: Exception, contexts: Sequence[ReplicaContext]) -> None:
         """Say what the error can't: the shares of a small batch, and to the other ranks, that this one failed."""
         if self.workers is not None:
-            self.workers.watch.report("Strategy.run", error, contexts[0].replica_id_in_sync_group)
+            self.workers.watch.report("Strategy.run", error, contexts[0]._replica_id)
         shares = contexts[0].batch_shares
         if shares is None or not hasattr(error, "add_note") or self.num_replicas_in_sync == 1:
             return
         if isinstance(error, (DeadlineExceededError, DisagreementError, UnavailableError)):
             return  # it is about other ranks, not about the share
-        own = [shares.shares[context.replica_id_in_sync_group] for context in contexts]
+        own = [shares.shares[context._replica_id] for context in contexts]
         if min(own) <= 1:
             error.add_note(
                 f"The batch of {shares.total} examples was split into shares of {list(shares.shares)}. If the function "

@@ -1,10 +1,11 @@
-import importlib.machinery
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 import torchstrategy as ts
+from torchstrategy.cluster_resolver import tpu
 
 TPU = ts.cluster_resolver.TPUClusterResolver
 
@@ -19,10 +20,10 @@ def test_local():
         resolver.get_tpu_system_metadata()
 
 
-@pytest.mark.parametrize("tpu", [None, ""])
-def test_no_tpu(tpu):
+@pytest.mark.parametrize("name", [None, ""])
+def test_no_tpu(name):
     with pytest.raises(ValueError, match="Please provide a TPU Name to connect to"):
-        TPU(tpu, environ={})
+        TPU(name, environ={})
 
 
 @pytest.mark.parametrize(
@@ -80,25 +81,59 @@ def test_by_name_without_the_client(monkeypatch):
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """A runtime of torch_xla with 4 of 8 TPU devices on this host."""
-    found = SimpleNamespace(
-        device_type=lambda: "TPU", addressable_runtime_device_count=lambda: 4, global_runtime_device_count=lambda: 8
-    )
-    package = SimpleNamespace(__spec__=importlib.machinery.ModuleSpec("torch_xla", None), runtime=found)
-    monkeypatch.setitem(sys.modules, "torch_xla", package)
-    monkeypatch.setitem(sys.modules, "torch_xla.runtime", found)
+    """A runtime with 4 of 8 TPU devices on this host, and what the system was initialised with."""
+    found = SimpleNamespace(is_requested=True, count_devices=lambda: (8, 4), initialized=[])
+    monkeypatch.setattr(tpu, "is_installed", lambda: True)
+    monkeypatch.setattr(tpu, "get_runtime", lambda: found)
+    monkeypatch.setattr(tpu.system, "initialize", lambda **options: found.initialized.append(options))
     return found
 
 
 def test_devices_of_this_host(runtime):
-    resolver = TPU.connect("local")
+    resolver = TPU("local")
     assert resolver.num_accelerators("worker", 3) == {"TPU": 4}
     metadata = resolver.get_tpu_system_metadata()
     assert metadata[:4] == (8, 2, 4, None)
     assert metadata.devices[-1] == "/job:localhost/replica:0/task:0/device:TPU:3"
 
 
-def test_connect_without_tpu(runtime):
-    runtime.device_type = lambda: "CPU"
-    with pytest.raises(ts.errors.NotFoundError, match="PJRT_DEVICE"):
-        TPU.connect("local")
+def test_devices_that_nobody_asked_for_do_not_count(runtime):
+    runtime.is_requested = False
+    assert TPU("local").num_accelerators() == {"TPU": 0}
+    with pytest.raises(ts.errors.UnimplementedError, match="PJRT_DEVICE=TPU"):
+        TPU("local").get_tpu_system_metadata()
+
+
+def test_connect_initialises(runtime, monkeypatch):
+    monkeypatch.setattr(tpu.os, "environ", {})
+    assert TPU.connect("local").num_accelerators() == {"TPU": 4}
+    assert runtime.initialized == [{"spmd": True, "cache_path": None}]
+
+
+def test_a_process_alone_drives_all_devices(runtime):
+    for environ in ({}, {"TF_CONFIG": tf_config(["a:1"], 0)}):
+        tpu.initialize_system(TPU("local"), environ={**environ, "TORCHSTRATEGY_XLA_CACHE": "/cache"})
+    assert runtime.initialized == [{"spmd": True, "cache_path": "/cache"}] * 2
+    tpu.initialize_system(TPU("local"), "mine", environ={"TORCHSTRATEGY_XLA_CACHE": "/cache"})
+    assert runtime.initialized[-1]["cache_path"] == "mine"
+
+
+def tf_config(workers, index):
+    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+
+
+def test_a_process_of_a_job_drives_one_device(runtime):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    torchrun = dict(zip(names, ("6", "8", "2", "4", "host", "2222"), strict=True))
+    tpu.initialize_system(TPU("local"), environ=torchrun)
+    expected = {"spmd": False, "local_rank": 2, "local_size": 4, "num_processes": 8, "cache_path": None}
+    assert runtime.initialized == [expected]
+    workers = [f"{host}:{port}" for host in "ab" for port in range(1, 5)]
+    tpu.initialize_system(TPU("local"), environ={"TF_CONFIG": tf_config(workers, 6)})
+    assert runtime.initialized == [expected] * 2
+
+
+@pytest.mark.parametrize("call", [tpu.initialize_system, lambda resolver: TPU.connect("grpc://10.0.0.2")])
+def test_another_machine_cannot_be_initialised(call):
+    with pytest.raises(ts.errors.UnimplementedError, match="initialize_tpu_system can't reach a TPU from another"):
+        call(TPU("grpc://10.0.0.2", environ={}))

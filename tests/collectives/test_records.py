@@ -73,6 +73,17 @@ def test_ranks_may_be_a_message_ahead(meshes):
             assert found == [[b"%d,%d" % (rank, i) for rank in range(3)] for i in range(rounds)]
 
 
+@pytest.mark.parametrize("length", [3, 40_000])
+@pytest.mark.parametrize("kind", ["meshes", "trees"])
+def test_what_was_started_is_received_later(kind, length, request):
+    connected = request.getfixturevalue(kind)
+    bodies = [b"%d" % (rank % 10) * length for rank in range(len(connected))]
+    with ThreadPoolExecutor(len(connected)) as threads:
+        started = list(threads.map(lambda one, body: one.start(body, no_check), connected, bodies))
+        assert list(threads.map(lambda finish: finish(no_check), started)) == [bodies] * len(connected)
+    assert exchange(connected, bodies) == [bodies] * len(connected)
+
+
 @pytest.mark.parametrize("length", [0, 7, 40_000])
 def test_a_tree_of_many_ranks_gives_the_same(trees, length):
     assert all(isinstance(tree, RecordTree) for tree in trees)

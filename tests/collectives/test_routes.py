@@ -13,6 +13,7 @@ from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, 
 from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.collectives.routes import choose_implementation, make_routes
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane
+from torchstrategy.collectives.xla_plane import XlaPlane
 from torchstrategy.options import CommunicationImplementation
 
 AUTO, RING, NCCL = CommunicationImplementation.AUTO, CommunicationImplementation.RING, CommunicationImplementation.NCCL
@@ -96,14 +97,48 @@ def test_gpus_keep_nccl_and_tensors_of_the_cpu_share_memory(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
     found = routes_of((0, 0), NCCL)
     assert sorted(made) == [(rank, 2, timedelta(seconds=30)) for rank in range(2)]
-    gpu_tensor = SimpleNamespace(is_cuda=True, is_cpu=False, nbytes=4, numel=lambda: 1, element_size=lambda: 4)
+    gpu_tensor = SimpleNamespace(device=torch.device("cuda"), is_cpu=False, numel=lambda: 1, element_size=lambda: 4)
     for one in found:
         assert one.lines[0] == "tensors on GPUs over NCCL"
         assert type(one.plane_of(gpu_tensor)) is NcclPlane
         assert type(one.plane_of(torch.ones(10_000))) is SharedMemoryPlane
 
 
+def runtime_of(rank, connects_processes):
+    return SimpleNamespace(
+        device=torch.device("xla", 0), hardware="CPU", connects_processes=connects_processes, ordinal=1 - rank
+    )
+
+
+def test_xla_devices_have_collectives_of_their_own():
+    """Unless XLA does not connect them: then their tensors go through the CPU, also where gloo takes those of GPUs."""
+    xla_tensor = SimpleNamespace(
+        device=torch.device("xla", 0), is_cpu=False, numel=lambda: 9_000, element_size=lambda: 4
+    )
+    for connects, plane, line in (
+        (True, XlaPlane, "tensors on XLA devices by XLA's collectives"),
+        (False, StagedPlane, "tensors on XLA's virtual CPU devices through the CPU"),
+    ):
+        group = Group((0, 1))
+
+        def make(rank, group=group, connects=connects):
+            meeting = Meeting(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
+            exchange, timeout = group.exchange(rank), timedelta(seconds=30)
+            routes = make_routes(AUTO, meeting, group.records[rank], exchange, no_check, timeout, hierarchical=None)
+            routes.add_xla(runtime_of(rank, connects), exchange, no_check)
+            return routes
+
+        for one in on_ranks(group.size, make):
+            assert one.lines[0] == line
+            assert type(one.plane_of(xla_tensor)) is plane
+            assert type(one.plane_of(torch.ones(9_000))) is C10dPlane
+        group.close()
+
+
 def test_implementation_by_device(monkeypatch):
+    with pytest.raises(ValueError, match="XLA devices communicate by XLA's own collectives, not by"):
+        choose_implementation(RING, "xla")
+    assert choose_implementation(AUTO, "xla") is AUTO
     with pytest.raises(ValueError, match="NCCL needs GPUs, but the replicas are on 'cpu'"):
         choose_implementation(NCCL, "cpu")
     assert choose_implementation(AUTO, "cpu") is AUTO

@@ -145,11 +145,13 @@ def fails(kind: str) -> object:
     options = ts.experimental.CommunicationOptions(timeout_seconds=3)
     strategy = ts.MirroredStrategy(communication_options=options)
     rank = strategy.workers.rank
+    if kind == "raises after an early start":
+        strategy.workers.start_exchange("what comes early", None)
 
     def fn() -> object:
         context = ts.get_replica_context()
         if rank == 1:
-            if kind == "raises":
+            if kind.startswith("raises"):
                 raise ValueError("boom")
             if kind == "dies":
                 os._exit(3)
@@ -302,6 +304,22 @@ def disagreements() -> list[str]:
         message_of(lambda: strategy.workers.exchange("long", "x" * 9000 * (rank + 1)) and None),
     ]
     return [*messages, str(float(strategy.reduce("sum", torch.ones(()))))]
+
+
+def exchanges_started_early() -> list[object]:
+    """Return what exchanges give that start before other collectives, and messages where the ranks then differ."""
+    strategy = ts.MirroredStrategy()
+    workers = strategy.workers
+    rank = workers.rank
+    finish = workers.start_exchange("one", rank)
+    where = workers.watch.position
+    between = float(strategy.reduce("sum", torch.ones(())))
+    both = [workers.start_exchange(name, [name, rank]) for name in ("two", "three")]
+    several = [result() for result in both]
+    once_more = finish()
+    wrong = workers.start_exchange("mine" if rank else "yours", rank)
+    refused = [message_of(lambda: workers.exchange("the next", None) and None), message_of(lambda: wrong() and None)]
+    return [finish(), where, between, several, once_more, refused, float(strategy.reduce("sum", torch.ones(())))]
 
 
 class Mixed(nn.Module):

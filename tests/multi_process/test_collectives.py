@@ -77,6 +77,17 @@ def test_disagreements_are_explained_and_leave_the_job_usable(process_pool):
         assert last == "2.0"
 
 
+def test_an_exchange_may_start_early(process_pool):
+    for one, where, between, several, once_more, refused, last in process_pool(2).run(programs.exchanges_started_early):
+        assert one == once_more == [0, 1]
+        assert where.startswith("after the start of one (collective number ")
+        assert several == [[["two", 0], ["two", 1]], [["three", 0], ["three", 1]]]
+        assert between == last == 2.0  # the job stays usable
+        assert refused[0] == refused[1]
+        assert "rank 0: yours (number " in refused[0]
+        assert "rank 1: mine (number " in refused[0]
+
+
 def test_gradients_of_all_kinds_equal_in_process_replicas(process_pool):
     expected = programs.mixed_gradients(cpu_devices(2))
     first, second = process_pool(2).run(programs.mixed_gradients, None)

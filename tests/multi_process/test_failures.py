@@ -16,8 +16,9 @@ def errors_of(pool, program, *args):
     return caught.value.errors
 
 
-def test_an_exception_names_the_rank_on_every_rank(process_pool):
-    errors = errors_of(process_pool(2), programs.fails, "raises")
+@pytest.mark.parametrize("kind", ["raises", "raises after an early start"])
+def test_an_exception_names_the_rank_on_every_rank(kind, process_pool):
+    errors = errors_of(process_pool(2), programs.fails, kind)
     assert isinstance(errors[1], ValueError)
     assert isinstance(errors[0], ts.errors.ReplicaFailedError)
     assert "Rank 1 (replica 1) failed in Strategy.run: ValueError: boom" in str(errors[0])

@@ -25,6 +25,7 @@ from torchstrategy.cli.job_checks import (
 )
 from torchstrategy.cli.network_checks import check_host_name, check_interface_settings, check_proxies
 from torchstrategy.cli.report import Finding, as_json, as_text, has_failed
+from torchstrategy.cli.tpu_checks import check_tpus
 from torchstrategy.cluster_resolver.job import Job
 
 __all__ = ["add_arguments", "examine", "run"]
@@ -90,6 +91,7 @@ def examine(host: Host) -> tuple[Job | None, list[Finding]]:
         check_shared_memory(host),
         check_open_files(host, job),
         check_gpus(host, job),
+        check_tpus(host, job),
         check_host_name(host, job),
         check_interface_settings(host),
         check_proxies(host),

@@ -1,22 +1,28 @@
-"""``TPUClusterResolver``: the hosts of a TPU."""
+"""``TPUClusterResolver``: the hosts of a TPU, and starting the devices of this one."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchstrategy.cluster_resolver.address import format_address
+from torchstrategy.cluster_resolver.address import format_address, split_address
 from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.detect import find_job
+from torchstrategy.cluster_resolver.job import Job
+from torchstrategy.cluster_resolver.multi_worker_util import task_count
 from torchstrategy.cluster_resolver.optional import make_service
-from torchstrategy.errors import NotFoundError, UnimplementedError
+from torchstrategy.errors import UnimplementedError
+from torchstrategy.xla import system
+from torchstrategy.xla.runtime import TpuRuntime, get_runtime, is_installed
 
-__all__ = ["TPUClusterResolver", "TPUSystemMetadata"]
+__all__ = ["TPUClusterResolver", "TPUSystemMetadata", "initialize_system"]
 
 _LOCAL = "local"
 _DEFAULT_PORT = 8470
+_CACHE = "TORCHSTRATEGY_XLA_CACHE"
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -26,7 +32,7 @@ class TPUSystemMetadata(NamedTuple):
         num_cores: devices on all hosts.
         num_hosts: hosts.
         num_of_cores_per_host: devices on each host.
-        topology: ``None``; torch_xla has no counterpart.
+        topology: a ``ts.tpu.experimental.Topology``; ``None`` before the system is initialised.
         devices: names of this process's devices.
     """
 
@@ -105,7 +111,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
-        """Make a resolver and see that the TPU can be used.
+        """Make a resolver and initialise the TPU: all that comes before ``ts.TPUStrategy(resolver)``.
 
         Args:
             tpu: as for the constructor.
@@ -116,12 +122,13 @@ class TPUClusterResolver(ClusterResolver):
             The resolver.
 
         Raises:
+            ImportError: torch_xla is not installed, or does not fit to torch.
             NotFoundError: this host has no TPU.
+            RuntimeError: something lives on the TPU already.
             UnimplementedError: the TPU is not this host's.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
-        if not resolver.num_accelerators()["TPU"]:
-            raise NotFoundError("This host has no TPU that torch_xla can use: check PJRT_DEVICE, which must be TPU.")
+        initialize_system(resolver)
         return resolver
 
     def cluster_spec(self) -> ClusterSpec:
@@ -180,9 +187,11 @@ class TPUClusterResolver(ClusterResolver):
             raise UnimplementedError(
                 "Nothing is known about TPUs without torch_xla: pip install 'torchstrategy[tpu]', with PJRT_DEVICE=TPU."
             )
-        num_cores, num_here = runtime.global_runtime_device_count(), _num_cores_here(runtime)
+        num_cores, num_here = runtime.count_devices()
         names = [f"/job:localhost/replica:0/task:0/device:TPU:{index}" for index in range(num_here)]
-        return TPUSystemMetadata(num_cores, num_cores // max(num_here, 1), num_here, None, names)
+        started = system.current()
+        topology = None if started is None else started.topology
+        return TPUSystemMetadata(num_cores, num_cores // max(num_here, 1), num_here, topology, names)
 
     def num_accelerators(
         self,
@@ -190,13 +199,15 @@ class TPUClusterResolver(ClusterResolver):
         task_id: int | None = None,  # noqa: ARG002
         config_proto: Any = None,  # noqa: ARG002
     ) -> dict[str, int]:
-        """Return ``{"TPU": number of devices on this host}``, whatever the arguments are.
+        """Return ``{"TPU": number of devices on this host}``, whatever the arguments are; nothing is started.
+
+        Virtual devices count if they are asked for by ``PJRT_DEVICE=CPU``.
 
         Raises:
             UnimplementedError: the TPU is not this host's.
         """
         runtime = self._runtime("num_accelerators")
-        return {"TPU": 0 if runtime is None else _num_cores_here(runtime)}
+        return {"TPU": 0 if runtime is None else runtime.count_devices()[1]}
 
     @property
     def _is_name(self) -> bool:
@@ -209,22 +220,69 @@ class TPUClusterResolver(ClusterResolver):
         endpoints = node.get("networkEndpoints") or [node]
         return [format_address(endpoint["ipAddress"], int(endpoint["port"])) for endpoint in endpoints]
 
-    def _runtime(self, method: str) -> Any:
-        """Return torch_xla's runtime; ``None`` if there is none, or it is not a TPU's."""
+    def _runtime(self, method: str) -> TpuRuntime | None:
+        """Return the runtime; ``None`` if torch_xla is not installed or finds no devices that are meant."""
+        self.check_local(method)
+        if not is_installed():
+            return None
+        runtime = get_runtime()
+        return runtime if runtime.is_requested else None
+
+    def check_local(self, what: str) -> None:
+        """See that the TPU is this host's.
+
+        Args:
+            what: for the message: what can't be done otherwise.
+
+        Raises:
+            UnimplementedError: it is another machine's.
+        """
         if self._tpu != _LOCAL:
             raise UnimplementedError(
-                f"{method} can't reach a TPU from another machine, because torch_xla can't. Run the program on the "
+                f"{what} can't reach a TPU from another machine, because torch_xla can't. Run the program on the "
                 "TPU's host with TPUClusterResolver('local')."
             )
-        if importlib.util.find_spec("torch_xla") is None:
-            return None
-        import torch_xla.runtime as runtime
-
-        return runtime if runtime.device_type() == "TPU" else None
 
 
-def _num_cores_here(runtime: Any) -> int:
-    return int(runtime.addressable_runtime_device_count())
+def initialize_system(
+    resolver: TPUClusterResolver,
+    cache_path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> system.TpuSystem:
+    """Start the devices of this process: one of them if the process is one of a job's, else all.
+
+    Args:
+        resolver: where the TPU is.
+        cache_path: a folder for compiled programs; ``None`` means that of ``TORCHSTRATEGY_XLA_CACHE``, if any.
+        environ: the environment variables; ``None`` means those of this process.
+
+    Raises:
+        ImportError: torch_xla is not installed, or does not fit to torch.
+        NotFoundError: this host has no TPU.
+        RuntimeError: something lives on the TPU already.
+        UnimplementedError: the TPU is not this host's.
+    """
+    environ = os.environ if environ is None else environ
+    resolver.check_local("initialize_tpu_system")
+    cache_path = cache_path or environ.get(_CACHE) or None
+    job = find_job(environ=environ)
+    if job is None or job.size == 1:
+        return system.initialize(spmd=True, cache_path=cache_path)
+    local_rank, local_size = _place_on_host(job)
+    return system.initialize(
+        spmd=False, local_rank=local_rank, local_size=local_size, num_processes=job.size, cache_path=cache_path
+    )
+
+
+def _place_on_host(job: Job) -> tuple[int, int]:
+    """Return a process's number among those of its host, and how many these are."""
+    if job.local_rank is not None and job.local_size is not None:
+        return job.local_rank, job.local_size
+    spec = job.cluster_spec
+    tasks = [(kind, index) for kind in ("chief", "worker") for index in range(task_count(spec, kind))]
+    hosts = [split_address(spec.task_address(*task), job.source)[0] for task in tasks]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[job.rank]]
+    return here.index(job.rank), len(here)
 
 
 def _with_port(address: str) -> str:

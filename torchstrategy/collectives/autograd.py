@@ -40,10 +40,17 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         totals = _AllReduce.apply(ctx.reduce, *grads)  # type: ignore[no-untyped-call]
         own = [
-            total.narrow(ctx.axis, offset, size)
+            _own_part(total, ctx.axis, offset, size)
             for total, offset, size in zip(totals, ctx.offsets, ctx.sizes, strict=True)
         ]
         return None, None, None, *own
+
+
+def _own_part(total: Tensor, axis: int, offset: int | Tensor, size: int) -> Tensor:
+    """Return a replica's part of what was gathered; its offset is a tensor where one program computes all replicas."""
+    if isinstance(offset, Tensor):
+        return total.index_select(axis, offset + torch.arange(size, device=total.device))
+    return total.narrow(axis, offset, size)
 
 
 def differentiable_all_reduce(reduce: Reduce, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -54,7 +61,7 @@ def differentiable_all_reduce(reduce: Reduce, tensors: Sequence[Tensor]) -> Sequ
 
 
 def differentiable_all_gather(
-    gather: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[int]]],
+    gather: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[int | Tensor]]],
     reduce: Reduce,
     axis: int,
     tensors: Sequence[Tensor],

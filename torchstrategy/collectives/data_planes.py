@@ -233,7 +233,7 @@ class HierarchicalPlane(_WaitingPlane):
 
 
 class StagedPlane:
-    """Carries tensors of accelerators through the CPU, over a plane that knows only that.
+    """Carries tensors of accelerators, of any dtype, through the CPU, over a plane that knows only that.
 
     Args:
         plane: the plane.
@@ -250,12 +250,14 @@ class StagedPlane:
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
         staged = [torch.empty_like(output, device="cpu") for output in outputs]
-        return functools.partial(_then_copy, self._plane.start_all_gather(staged, tensor.cpu()), outputs, staged)
+        wait = self._plane.start_all_gather([one.view(torch.uint8) for one in staged], tensor.cpu().view(torch.uint8))
+        return functools.partial(_then_copy, wait, outputs, staged)
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
         staged = tensor.cpu()
-        return functools.partial(_then_copy, self._plane.start_broadcast(staged), [tensor], [staged])
+        wait = self._plane.start_broadcast(staged.view(torch.uint8))
+        return functools.partial(_then_copy, wait, [tensor], [staged])
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -14,6 +14,7 @@ from torchstrategy.collectives.rendezvous import meet, raise_lost_store
 from torchstrategy.devices import local_devices, visible_devices
 from torchstrategy.options import CommunicationOptions
 from torchstrategy.version import __version__
+from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["devices_of_process", "join"]
 
@@ -51,6 +52,7 @@ def join(
     options: CommunicationOptions,
     strategy: str,
     ops: CrossDeviceOps | None,
+    runtime: TpuRuntime | None = None,
 ) -> WorkerGroup:
     """Meet the other processes of a job.
 
@@ -61,6 +63,7 @@ def join(
         strategy: the strategy's class, which must be the same everywhere.
         ops: the user's choice of cross-device operations; ``HierarchicalCopyAllReduce`` means that the processes of a
             host share memory also where gloo is asked for.
+        runtime: the device of a process that drives one XLA device; it has been started.
 
     Returns:
         The processes of the strategy.
@@ -79,12 +82,14 @@ def join(
         "communication options": str(options),
         "cross_device_ops": type(ops).__name__,
     }
+    if runtime is not None:
+        description["XLA"] = runtime.name
     meeting = meet(job, description, options.deadline_seconds)
     if own[0].type == "cuda":
         torch.cuda.set_device(own[0])
     hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
     try:
-        workers = WorkerGroup(meeting, own[0].type, options, hierarchical=hierarchical)
+        workers = WorkerGroup(meeting, own[0].type, options, hierarchical=hierarchical, runtime=runtime)
     except DistError as error:
         raise_lost_store(job, meeting.watch, error)
     brought = workers.exchange(f"joining the {strategy}", [str(device) for device in own])

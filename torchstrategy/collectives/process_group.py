@@ -13,8 +13,9 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,9 +39,11 @@ from torchstrategy.errors import (
 )
 from torchstrategy.log import info_once, set_rank, show_info, warn_once
 from torchstrategy.options import CommunicationOptions
+from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["WorkerGroup"]
 
+_Result = TypeVar("_Result")
 _DEFAULT_TIMEOUT_S = 1800.0
 _GRACE_S = 3.0
 _BROADCAST_BYTES = 32 << 20
@@ -57,19 +60,28 @@ class WorkerGroup:
         options: implementation and timeout.
         hierarchical: whether processes of one host share memory for tensors on the CPU, also if ``RING`` is asked
             for; ``None`` leaves it to the implementation, ``False`` forbids it.
+        runtime: this process's XLA device, if it drives one; it has been started.
 
     Raises:
         ValueError: NCCL is asked for with CPU devices, or a communication that is not registered.
+        RuntimeError: the processes don't drive one XLA device each.
     """
 
     def __init__(
-        self, meeting: Meeting, device_type: str, options: CommunicationOptions, *, hierarchical: bool | None = None
+        self,
+        meeting: Meeting,
+        device_type: str,
+        options: CommunicationOptions,
+        *,
+        hierarchical: bool | None = None,
+        runtime: TpuRuntime | None = None,
     ) -> None:
         self.implementation = choose_implementation(options.implementation, device_type)
         self.rank = meeting.rank
         self.size = meeting.size
         self._timeout_s = options.deadline_seconds or _DEFAULT_TIMEOUT_S
         self._sequence = 0
+        self._started: Callable[[], list[Any]] | None = None
         self._broken = ""
         self._broken_as: type[OpError] = ReplicaFailedError  # as tf, which raises the first error again
         self.watch = meeting.watch
@@ -89,6 +101,9 @@ class WorkerGroup:
         self.routes = make_routes(
             self.implementation, meeting, self._records, exchange, check, timeout, hierarchical=hierarchical
         )
+        if runtime is not None:
+            agree = functools.partial(self.exchange, "the launch of a collective between XLA devices", None)
+            self.routes.add_xla(runtime, exchange, agree)
         show_info()
         set_rank(self.rank)
         ways = "; ".join(self.routes.lines)
@@ -116,17 +131,65 @@ class WorkerGroup:
         """
         return self._exchange(operation, payload)[0]
 
+    def start_exchange(self, operation: str, payload: Any) -> Callable[[], list[Any]]:
+        """Send this rank's payload, so that nobody waits for it who needs it later.
+
+        Args:
+            operation: what this rank is doing, as an error message should call it.
+            payload: anything JSON can hold, of up to a few hundred bytes.
+
+        Returns:
+            A function that waits for the others' payloads and returns all, in the order of ranks; errors as in
+            ``exchange``. The next collective waits for them too, and raises these errors, if it comes first.
+        """
+        finish = self._start_exchange(operation, payload)
+        payloads: Future[list[Any]] = Future()
+
+        def result() -> list[Any]:
+            if not payloads.done():
+                self._started = None
+                try:
+                    payloads.set_result(finish()[0])
+                except BaseException as error:
+                    payloads.set_exception(error)
+                    raise
+            return payloads.result()
+
+        self._started = result
+        return result
+
     def _exchange(self, operation: str, payload: Any, data: bytes | None = None) -> tuple[list[Any], list[bytes]]:
         """Exchange payloads, and data that travels along; a rank that brings none has empty data."""
+        return self._start_exchange(operation, payload, data)()
+
+    def _start_exchange(
+        self, operation: str, payload: Any, data: bytes | None = None
+    ) -> Callable[[], tuple[list[Any], list[bytes]]]:
+        if self._started is not None:  # messages are read in the order in which they are sent
+            self._started()
         self._sequence += 1
         self.watch.num_collectives += 1
         site = call_site()
-        self.watch.position = f"in {operation} (collective number {self._sequence}) at {site}"
+        where = f"{operation} (collective number {self._sequence}) at {site}"
+        self.watch.position = f"in {where}"
         head = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode() + b"\n"
-        bodies = self._exchange_bytes(head + data if data else head, operation)
-        self.watch.position = f"after {operation} (collective number {self._sequence}) at {site}"
+        body = head + data if data else head
+        receive = self._guarded(operation, lambda check: self._records.start(body, check))
+        self.watch.position = f"after the start of {where}"
+
+        def finish() -> tuple[list[Any], list[bytes]]:
+            self.watch.position = f"in {where}"
+            bodies = self._guarded(operation, receive)
+            self.watch.position = f"after {where}"
+            return self._read(bodies, head, payload)
+
+        return finish
+
+    def _read(self, bodies: list[bytes], head: bytes, payload: Any) -> tuple[list[Any], list[bytes]]:
+        """Return the payloads and data of the ranks' bodies, after a comparison of what the ranks are doing."""
         if all(body.startswith(head) for body in bodies):
             return [payload] * self.size, [body[len(head) :] for body in bodies]
+        _, operation, site, _ = json.loads(head)
         if any(not body.startswith(b"[") for body in bodies):
             self._broken = f"the ranks lost step in {operation}"
             raise DisagreementError(f"{operation}: this rank compares records while another one sends data.")
@@ -215,23 +278,22 @@ class WorkerGroup:
             InvalidArgumentError: the dtypes differ.
         """
         limit = self.routes.with_record_bytes if tensor.is_cpu else 0
-        data = to_bytes(tensor) if tensor.nbytes <= limit else None
+        data = to_bytes(tensor) if tensor.is_cpu and tensor.nbytes <= limit else None
         infos, parts = self._exchange(operation, [list(tensor.shape), str(tensor.dtype)], data)
         if any(info[1] != infos[0][1] for info in infos):
             lines = "\n".join(f"  rank {rank}: {info[1]}" for rank, info in enumerate(infos))
             raise InvalidArgumentError(f"{operation}: the ranks must bring the same dtype.\n{lines}")
         shapes = [torch.Size(info[0]) for info in infos]
         longest = max(shape.numel() for shape in shapes)
-        if longest * tensor.element_size() <= limit:
+        if limit and longest * tensor.element_size() <= limit:
             return [from_bytes(part, tensor.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         if longest == 0:
             return [tensor.new_empty(shape) for shape in shapes]
         padded = tensor.new_zeros(longest)
         padded[: tensor.numel()] = tensor.reshape(-1)
         outputs = [torch.empty_like(padded) for _ in range(self.size)]
-        # As bytes, because not every backend knows every dtype.
-        as_bytes, own = [out.view(torch.uint8) for out in outputs], padded.view(torch.uint8)
-        self._finish(self.routes.plane_of(own).start_all_gather(as_bytes, own), operation)
+        own = _as_bytes(padded)
+        self._finish(self.routes.plane_of(own).start_all_gather([_as_bytes(out) for out in outputs], own), operation)
         return [out[: shape.numel()].view(shape) for out, shape in zip(outputs, shapes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
@@ -246,7 +308,7 @@ class WorkerGroup:
             flat = pack(members)
             if flat.numel() == 0:
                 continue
-            own = flat.view(torch.uint8)
+            own = _as_bytes(flat)
             self._finish(self.routes.plane_of(own).start_broadcast(own), operation)
             with torch.no_grad():
                 for tensor, value in zip(members, unpack(flat, members), strict=True):
@@ -273,11 +335,11 @@ class WorkerGroup:
             return None
         return b"".join(to_bytes(tensors[i]) for _, indices in groups for i in indices)
 
-    def _exchange_bytes(self, body: bytes, operation: str) -> list[bytes]:
+    def _guarded(self, operation: str, act: Callable[[Check], _Result]) -> _Result:
         check = self._checker(operation)
         check()
         try:
-            return self._records.exchange(body, check)
+            return act(check)
         except ConnectionError as error:
             self._raise_lost(operation, error)
         except BaseException:
@@ -353,6 +415,11 @@ def _add_columns(columns: Sequence[Tensor], members: Sequence[Tensor]) -> list[T
     flat = torch.empty_like(columns[0])
     sum_in_order(columns, flat)
     return _unpack_copies(flat, members)
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a buffer, because not every backend knows every dtype; XLA does, but has no such views."""
+    return flat if flat.device.type == "xla" else flat.view(torch.uint8)
 
 
 def _unpack_copies(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import functools
 import secrets
 import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -31,6 +31,8 @@ _HEADER_BYTES = 8
 # What a rank sends before it reads; far below what the sockets buffer.
 _FIRST_BYTES = 24 << 10
 _KEY_BYTES = 32
+
+Finish = Callable[[Check], list[bytes]]
 
 
 class Records(Protocol):
@@ -51,6 +53,22 @@ class Records(Protocol):
         Raises:
             ValueError: the body is longer than ``MAX_BODY_BYTES``.
             ConnectionError: another rank has closed its connection, or sends garbage.
+        """
+
+    def start(self, body: bytes, check: Check) -> Finish:
+        """Send a body, and receive those of the others when they are needed.
+
+        Args:
+            body: this rank's.
+            check: as for ``exchange``.
+
+        Returns:
+            A function that takes a ``check`` and returns the bodies in the order of ranks. It must be called once,
+            before anything else is exchanged.
+
+        Raises:
+            ValueError: the body is longer than ``MAX_BODY_BYTES``.
+            ConnectionError: another rank has closed its connection.
         """
 
 
@@ -97,9 +115,16 @@ class RecordMesh:
 
     def exchange(self, body: bytes, check: Check) -> list[bytes]:
         """Give every rank every rank's body, see ``Records``."""
+        return self.start(body, check)(check)
+
+    def start(self, body: bytes, check: Check) -> Finish:
+        """Send a body now and receive later, see ``Records``."""
         message = _header(body) + body[:_FIRST_BYTES]
         for channel in self._channels.values():
             channel.send(message, check)
+        return functools.partial(self._receive, body)
+
+    def _receive(self, body: bytes, check: Check) -> list[bytes]:
         size = len(self._channels) + 1
         lengths = [len(body)] * size
         bodies = [body] * size
@@ -155,6 +180,11 @@ class RecordTree:
             for child in self._children:
                 self._channels[child].send(bundle, check)
         return everything
+
+    def start(self, body: bytes, check: Check) -> Finish:
+        """Exchange at once, because others wait for what this rank passes on; see ``Records``."""
+        bodies = self.exchange(body, check)
+        return lambda _: bodies
 
 
 def _place_in_tree(rank: int, hosts: Sequence[int]) -> tuple[int, list[int]]:

@@ -17,7 +17,17 @@ from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.options import ReduceOp
 from torchstrategy.values import PerReplica
 
-__all__ = ["all_reduce", "check_gather_axis", "gather", "gather_sizes", "reduce", "reduction_axes"]
+__all__ = [
+    "all_reduce",
+    "check_addable",
+    "check_gather_axis",
+    "check_joinable",
+    "gather",
+    "gather_sizes",
+    "mean_of_total",
+    "reduce",
+    "reduction_axes",
+]
 
 Devices = Sequence[torch.device]
 
@@ -50,10 +60,10 @@ def all_reduce(
     """
     if len(devices) == 1:
         for column in columns:
-            _check_addable(column[0])
+            check_addable(column[0])
         rows = [[column[0]] for column in columns]
         if workers is None:
-            return [[tensor.clone() if op is ReduceOp.SUM else _mean(tensor, 1)] for (tensor,) in rows]
+            return [[tensor.clone() if op is ReduceOp.SUM else mean_of_total(tensor, 1)] for (tensor,) in rows]
     else:
         # With several processes the division comes last, so that the sum is divided once.
         local_op = op if workers is None else ReduceOp.SUM
@@ -63,7 +73,7 @@ def all_reduce(
         return rows
     totals = workers.all_reduce([row[0] for row in rows], operation)
     if op is ReduceOp.MEAN:
-        totals = [_mean(total, num_replicas) for total in totals]
+        totals = [mean_of_total(total, num_replicas) for total in totals]
     if len(devices) == 1:
         return [[total] for total in totals]
     return [list(ops.broadcast(total, devices).values) for total in totals]
@@ -96,7 +106,7 @@ def reduce(
     count = 0
     for tensor in tensors:
         axes = reduction_axes(axis, tensor.dim())
-        _check_addable(tensor)
+        check_addable(tensor)
         sums.append(tensor.sum(dim=axes, dtype=tensor.dtype) if axes else tensor)
         elements = 1
         for a in axes:
@@ -109,7 +119,7 @@ def reduce(
             ReduceOp.SUM, [sums, counts], devices[: len(tensors)], ops, workers, num_replicas, operation
         )
     )
-    return total if op is ReduceOp.SUM else _mean(total, total_count.to(total.device))
+    return total if op is ReduceOp.SUM else mean_of_total(total, total_count.to(total.device))
 
 
 def reduction_axes(axis: Any, rank: int) -> tuple[int, ...]:
@@ -164,13 +174,13 @@ def gather(tensors: Sequence[Tensor], axis: int, workers: WorkerGroup | None, op
     """
     first = tensors[0]
     for tensor in tensors[1:]:
-        _check_joinable(first, tensor, axis)
+        check_joinable(first, tensor, axis)
     local = torch.cat([tensor.to(first.device) for tensor in tensors], axis)
     if workers is None:
         return local
     parts = workers.all_gather_tensors(local, operation)
     for part in parts:
-        _check_joinable(local, part, axis)
+        check_joinable(local, part, axis)
     return torch.cat(parts, axis)
 
 
@@ -181,7 +191,8 @@ def gather_sizes(sizes: Sequence[int], workers: WorkerGroup | None, operation: s
     return [size for part in workers.exchange(f"{operation} (sizes)", list(sizes)) for size in part]
 
 
-def _check_joinable(first: Tensor, other: Tensor, axis: int) -> None:
+def check_joinable(first: Tensor, other: Tensor, axis: int) -> None:
+    """Raise ``InvalidArgumentError`` unless two tensors can be concatenated on an axis."""
     same = first.dim() == other.dim() and all(
         a == b for i, (a, b) in enumerate(zip(first.shape, other.shape, strict=True)) if i != axis
     )
@@ -192,12 +203,14 @@ def _check_joinable(first: Tensor, other: Tensor, axis: int) -> None:
         )
 
 
-def _check_addable(tensor: Tensor) -> None:
+def check_addable(tensor: Tensor) -> None:
+    """Raise ``InvalidArgumentError`` if a tensor's dtype has no sum."""
     if tensor.dtype is torch.bool:
         raise InvalidArgumentError("Can't reduce values of dtype bool. Convert them, for example with `.int()`.")
 
 
-def _mean(total: Tensor, count: int | Tensor) -> Tensor:
+def mean_of_total(total: Tensor, count: int | Tensor) -> Tensor:
+    """Return the mean of so many values with this sum; that of integers is float64."""
     if isinstance(count, int) and count == 1:
         return total.clone()
     if not (total.is_floating_point() or total.is_complex()):

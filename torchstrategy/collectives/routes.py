@@ -24,8 +24,10 @@ from torchstrategy.collectives.records import MAX_MESH_SIZE, Records
 from torchstrategy.collectives.registry import make_registered_plane
 from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane, share_memory
+from torchstrategy.collectives.xla_plane import XlaPlane
 from torchstrategy.log import warning_once
 from torchstrategy.options import CommunicationImplementation
+from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["Routes", "choose_implementation", "make_routes"]
 
@@ -56,7 +58,7 @@ class Routes:
         large: carries larger CPU tensors.
         small_bytes: size in bytes; 0 means that ``large`` carries everything.
         takes_accelerators: ``large`` takes tensors of accelerators, too; otherwise they go through the CPU.
-        nccl: carries tensors on NVIDIA GPUs.
+        accelerators: what carries the tensors of a type of device, such as ``"cuda"``, by that type.
         with_record_bytes: up to this size in bytes a user's CPU tensors travel with the record.
         lines: one sentence for each class of tensors.
     """
@@ -65,17 +67,44 @@ class Routes:
     large: DataPlane
     small_bytes: int = 0
     takes_accelerators: bool = False
-    nccl: DataPlane | None = None
+    accelerators: dict[str, DataPlane] = field(default_factory=dict)
     with_record_bytes: int = 0
     lines: list[str] = field(default_factory=list)
 
     def plane_of(self, tensor: Tensor) -> DataPlane:
         """Return what carries a tensor; every rank must ask for one of the same size and kind of device."""
-        if tensor.is_cuda and self.nccl is not None:
-            return self.nccl
+        plane = self.accelerators.get(tensor.device.type)
+        if plane is not None:
+            return plane
+        plane = self.host_plane_of(tensor)
+        return plane if tensor.is_cpu or (self.takes_accelerators and plane is self.large) else StagedPlane(plane)
+
+    def host_plane_of(self, tensor: Tensor) -> DataPlane:
+        """Return what carries a tensor once it is on the CPU."""
         is_small = tensor.numel() * tensor.element_size() <= self.small_bytes
-        plane = self.small if is_small else self.large
-        return plane if tensor.is_cpu or (self.takes_accelerators and not is_small) else StagedPlane(plane)
+        return self.small if is_small else self.large
+
+    def add_xla(self, runtime: TpuRuntime, exchange: Exchange, agree: Callable[[], object]) -> None:
+        """Take up XLA's own collectives for tensors on the runtime's device; every rank calls this.
+
+        Virtual devices of several processes are not connected: their tensors go through the CPU.
+
+        Args:
+            runtime: this process's device.
+            exchange: gives every rank every rank's payload.
+            agree: waits until every rank is about to launch the same collective; raises if one has failed.
+
+        Raises:
+            RuntimeError: the processes don't drive one device each.
+        """
+        self.takes_accelerators = False
+        places = exchange([runtime.connects_processes, runtime.ordinal])
+        if all(is_connected for is_connected, _ in places):
+            ordinals = [ordinal for _, ordinal in places]
+            self.accelerators[runtime.device.type] = XlaPlane(runtime, ordinals, agree, self.host_plane_of)
+            self.lines.insert(0, "tensors on XLA devices by XLA's collectives")
+        else:
+            self.lines.insert(0, f"tensors on XLA's virtual {runtime.hardware} devices through the CPU")
 
 
 def choose_implementation(
@@ -84,8 +113,13 @@ def choose_implementation(
     """Return the implementation, with ``AUTO`` resolved for GPUs.
 
     Raises:
-        ValueError: NCCL is asked for with CPU devices.
+        ValueError: NCCL is asked for without GPUs, or another one than ``AUTO`` for XLA devices.
     """
+    if device_type == "xla" and implementation is not CommunicationImplementation.AUTO:
+        raise ValueError(
+            f"XLA devices communicate by XLA's own collectives, not by {implementation}. Use "
+            "CommunicationImplementation.AUTO."
+        )
     if implementation is CommunicationImplementation.AUTO and device_type == "cuda" and dist.is_nccl_available():
         return CommunicationImplementation.NCCL
     if implementation is CommunicationImplementation.NCCL and device_type != "cuda":
@@ -142,7 +176,8 @@ def make_routes(
     if implementation is CommunicationImplementation.NCCL:
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        routes.nccl = NcclPlane(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options))
+        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
+        routes.accelerators["cuda"] = NcclPlane(group)
         routes.lines.insert(0, "tensors on GPUs over NCCL")
     return routes
 

@@ -10,6 +10,7 @@ from torchstrategy.strategies.multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+from torchstrategy.strategies.tpu import TPUStrategy
 from torchstrategy.values import ValueContext
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "TPUStrategy",
     "ValueContext",
     "coordinator",
     "partitioners",

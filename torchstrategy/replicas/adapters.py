@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +23,10 @@ __all__ = [
     "register_first_run_mode",
     "register_outside_method",
     "register_preparation",
+    "register_replicas",
+    "register_trace_end",
+    "replicas_of",
+    "trace_ends",
 ]
 
 OutsideMethod = Callable[..., Any]
@@ -30,6 +34,9 @@ OutsideMethod = Callable[..., Any]
 _methods: dict[str, dict[str, OutsideMethod]] = {}
 _first_run_modes: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
 _preparations: dict[str, Callable[[Any, int], None]] = {}
+_trace_ends: list[Callable[[str], None]] = []
+#: By ``id``: what gives the replicas' copies of an object that serves several replicas itself.
+_openers: dict[int, tuple[weakref.ref[Any], Callable[[], contextlib.AbstractContextManager[Sequence[Any]]]]] = {}
 
 
 class _Active(threading.local):
@@ -93,8 +100,39 @@ def first_run_modes() -> Iterator[None]:
         yield
 
 
+def register_trace_end(fn: Callable[[str], None]) -> None:
+    """Call ``fn(device_type)`` when a run ends that was traced once for several replicas.
+
+    Values that such a run computed have no meaning outside it; ``fn`` forgets those that the library itself keeps.
+    """
+    _trace_ends.append(fn)
+
+
+def trace_ends(device_type: str) -> None:
+    """Call the registered functions."""
+    for fn in _trace_ends:
+        fn(device_type)
+
+
+def register_replicas(obj: Any, opener: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]]) -> None:
+    """Say that one object serves several replicas of this process.
+
+    Args:
+        obj: the object.
+        opener: returns a context manager that gives a copy for each replica, and takes back what was written to them.
+    """
+    key = id(obj)  # metrics change their hash with their states
+    _openers[key] = weakref.ref(obj, lambda _: _openers.pop(key, None)), opener
+
+
+def replicas_of(obj: Any) -> contextlib.AbstractContextManager[Sequence[Any]]:
+    """Return a context manager that gives a plain object for each local replica; what is written to them counts."""
+    found = _openers.get(id(obj))
+    return contextlib.nullcontext((obj,)) if found is None or found[0]() is not obj else found[1]()
+
+
 class OutsideCall:
-    """Stands for a method of a process's only replica and tells by the context which one is meant.
+    """Stands for a method of a process's only object and tells by the context which one is meant.
 
     Copies of the object, and pickles, have the plain method.
 
@@ -119,7 +157,8 @@ class OutsideCall:
             return self._plain(*args, **kwargs)
         _active.value = True
         try:
-            return self._method(self._strategy, (self._obj(),), *args, **kwargs)
+            with replicas_of(self._obj()) as bodies:
+                return self._method(self._strategy, bodies, *args, **kwargs)
         finally:
             _active.value = False
 

@@ -33,6 +33,7 @@ __all__ = [
     "MirroredVariable",
     "distribute",
     "recorded_variables",
+    "replaced",
     "single",
     "user_variable",
     "value_of_first_replica",
@@ -55,7 +56,8 @@ VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 class DistributedVariable(Variable):
     """A variable with a copy for each replica of this process; ``values`` has them.
 
-    With one replica in this process the variable is its own copy.
+    With one replica in this process the variable is its own copy. So it is where one copy serves all replicas: what
+    each of them holds is the hosting's business then.
     """
 
     strategy: Any
@@ -68,7 +70,15 @@ class DistributedVariable(Variable):
     def values(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The copies in the order of this process's replicas: plain variables, each assigned to by itself."""
         self.follow_first()
+        if self.serves_all:
+            rows = zip(self.strategy.hosting.values_of(self), _copy_names(self.strategy, self.options), strict=True)
+            return tuple(make_copy(Variable, value, self.options._replace(name=name)) for value, name in rows)
         return tuple(_view(copy) for copy in self.copies)
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether the only copy serves several replicas; ``values`` are then values to look at."""
+        return bool(self.strategy.placement.replicas_per_copy > 1)
 
     @property
     def copies(self) -> tuple[Variable, ...]:
@@ -101,7 +111,7 @@ class DistributedVariable(Variable):
             return tensor
 
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*_replaced(args, here), **_replaced(kwargs or {}, here))
+            result = func(*replaced(args, here), **replaced(kwargs or {}, here))
             for variable, tensor, version in used:
                 if tensor._version != version and not variable._in_replica_context():
                     variable._note_change(name)
@@ -132,7 +142,12 @@ class DistributedVariable(Variable):
             write(copy, method, value)
             copy.diverges = True
         else:
-            context._meet(MergeRequest(f"{method} of variable {self.name!r}", self._merge(method), value))
+            if self.serves_all and isinstance(value, Tensor):
+                value = fitting(self, value)  # in the merge, nobody sees that the replicas' values differ
+            total = context._meet(MergeRequest(f"{method} of variable {self.name!r}", self._merge(method), value))
+            # Of what needs gradients all replicas hold the same tensor, of the rest each its own.
+            if self.serves_all and (context.group == 0 or not copy.requires_grad):
+                write(copy, method, total)
         with torch._C.DisableTorchFunctionSubclass():
             return copy.detach().clone()
 
@@ -144,6 +159,12 @@ class DistributedVariable(Variable):
         value = single(self, value)
         fitting(self, value)  # before the first copy changes
         self.follow_first()
+        if self.serves_all and method != "assign" and self.diverges:
+            rows = [make_copy(Variable, own, self.options) for own in self.strategy.hosting.values_of(self)]
+            for own in rows:
+                write(own, method, value)
+            self.strategy.hosting.give(self, rows)
+            return
         for copy in self.copies:
             write(copy, method, value)
             if method == "assign":
@@ -175,9 +196,11 @@ class DistributedVariable(Variable):
         """Follow a torch function that changed what stood for the variable."""
         self.follow_first()
 
-    def _merge(self, method: str) -> Callable[[list[Any]], list[None]]:
-        def merge(values: list[Any]) -> list[None]:
+    def _merge(self, method: str) -> Callable[[list[Any]], Sequence[Any]]:
+        def merge(values: list[Any]) -> Sequence[Any]:
             totals = self._aggregate(method, values)
+            if self.serves_all:
+                return totals
             for copy, total in zip(self.copies, totals, strict=True):
                 write(copy, method, total)
             return [None] * len(values)
@@ -191,12 +214,16 @@ class DistributedVariable(Variable):
         if strategy.num_replicas_in_sync == 1:
             return values
         if self.options.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            if self.serves_all:
+                return [strategy.hosting.first([torch.as_tensor(value) for value in values])] * len(values)
             return [value_of_first_replica(strategy, fitting(self, values[0]), operation)] * len(values)
         if not all(isinstance(value, Tensor) for value in values):
             self._check_numbers(values, operation)
             return values
         with torch.no_grad():
-            own = [fitting(self.copy_on(i), value) for i, value in enumerate(values)]
+            own = values  # which `_update` has fitted
+            if not self.serves_all:
+                own = [fitting(self.copy_on(i), value) for i, value in enumerate(values)]
             rows = strategy._all_reduce_columns(ReduceOp[self.options.aggregation.name], [own], operation)
         return list(rows[0])
 
@@ -232,7 +259,7 @@ class DistributedVariable(Variable):
                     return leaf.copy_on(local_id) if leaf is self else leaf._here(reads=True)
                 return leaf.to(self.copy_on(local_id).device, copy=True) if local_id else leaf
 
-            return func(*_replaced(args, own, Tensor), **_replaced(kwargs, own, Tensor))
+            return func(*replaced(args, own, Tensor), **replaced(kwargs, own, Tensor))
 
         with torch._C.DisableTorchFunctionSubclass():
             results = [on_copy(local_id) for local_id in range(len(self.copies))]
@@ -243,7 +270,8 @@ class DistributedVariable(Variable):
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
-        rows = [Variable.__repr__(copy) for copy in self.copies]
+        copies: Sequence[Any] = self.values if self.serves_all else self.copies
+        rows = [Variable.__repr__(copy) for copy in copies]
         text = ",\n".join(f"  {i}: {row}" for i, row in enumerate(rows))
         return f"{type(self).__name__}:{{\n{text}\n}}"
 
@@ -258,6 +286,8 @@ class DistributedVariable(Variable):
                 own.copy_(other)
                 own.diverges = other.diverges
         copied.note_in_step()
+        if self.serves_all and self.diverges:
+            self.strategy.hosting.give(copied, self.strategy.hosting.values_of(self))
         copied.is_new = self.is_new
         memo[id(self)] = copied
         return copied
@@ -294,11 +324,9 @@ def distribute(
     devices = [tensor_device(device) for device in strategy.placement.devices]
     copies: tuple[Variable, ...] = ()
     if len(devices) > 1:
-        ids = strategy.placement.local_replica_ids
-        names = [f"{options.name}/replica_{i}" if i else options.name for i in ids]
         copies = tuple(
             make_copy(Variable, value.to(device), options._replace(name=name))
-            for device, name in zip(devices, names, strict=True)
+            for device, name in zip(devices, _copy_names(strategy, options), strict=True)
         )
         value = copies[0]  # whose memory the user's has, for code that bypasses __torch_function__
     variable: DistributedVariable = make_copy(cls, value.to(devices[0]), options, share=bool(copies))
@@ -311,6 +339,10 @@ def distribute(
     variable.note_in_step()
     strategy.record.add(variable)
     return variable
+
+
+def _copy_names(strategy: Any, options: VariableOptions) -> list[str]:
+    return [f"{options.name}/replica_{i}" if i else options.name for i in strategy.placement.local_replica_ids]
 
 
 def _refuse_gradient(name: str, _: Tensor) -> NoReturn:
@@ -334,14 +366,14 @@ def single(variable: Variable, value: Any) -> Any:
     return value.values[0] if isinstance(value, DistributedValues) else value
 
 
-def _replaced(value: Any, fn: Callable[[Any], Any], cls: type[Any] = DistributedVariable) -> Any:
+def replaced(value: Any, fn: Callable[[Any], Any], cls: type[Any] = DistributedVariable) -> Any:
     """Return a function's arguments with ``fn(x)`` in place of each ``x`` of a class."""
     if isinstance(value, cls):
         return fn(value)
     if type(value) in (tuple, list):
-        return type(value)([_replaced(item, fn, cls) for item in value])
+        return type(value)([replaced(item, fn, cls) for item in value])
     if type(value) is dict:
-        return {key: _replaced(item, fn, cls) for key, item in value.items()}
+        return {key: replaced(item, fn, cls) for key, item in value.items()}
     return value
 
 

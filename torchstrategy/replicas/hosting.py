@@ -26,7 +26,7 @@ from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner
 
-__all__ = ["DirectHosting", "Hosting", "ThreadedHosting", "on_device"]
+__all__ = ["CallerModes", "DirectHosting", "Hosting", "ThreadedHosting", "on_device"]
 
 _DEVICE_CONTEXT = "DeviceContext"
 
@@ -239,7 +239,7 @@ class ThreadedHosting(Hosting):
             raise RuntimeError("Another thread is inside `run` of this strategy. Call `run` from one thread at a time.")
         try:
             _refuse_modes()
-            carry = _CallerModes()
+            carry = CallerModes()
             modes, self._modes = self._modes, contextlib.nullcontext
             tasks = [
                 functools.partial(self._call, frame, device, carry, modes, fn, args, kwargs)
@@ -345,7 +345,7 @@ class ThreadedHosting(Hosting):
         self,
         frame: Frame,
         device: torch.device,
-        carry: _CallerModes,
+        carry: CallerModes,
         modes: Callable[[], contextlib.AbstractContextManager[None]],
         fn: Callable[..., Any],
         args: Any,
@@ -382,7 +382,7 @@ class _Turns:
             self._check.turn_ends(local_id)
 
 
-class _CallerModes:
+class CallerModes:
     """Grad mode, inference mode, autocast and thread count of the thread that calls ``run``."""
 
     def __init__(self) -> None:
@@ -391,12 +391,13 @@ class _CallerModes:
         self.num_threads = torch.get_num_threads()
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda")
+            for kind in ("cpu", "cuda", "xla")
             if torch.is_autocast_enabled(kind)
         ]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
+        """Enter them on another thread."""
         if self.grad and not self.inference and not self.autocast:
             yield  # a fresh thread is like this
             return

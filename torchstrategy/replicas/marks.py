@@ -10,8 +10,10 @@ from torchstrategy.collectives.call_site import call_site
 
 __all__ = [
     "check_can_be_summed",
+    "copy_mark",
     "is_marked",
     "is_own",
+    "is_sum",
     "mark",
     "mark_applied",
     "note_backward",
@@ -71,6 +73,19 @@ def is_own(parameter: Tensor) -> bool:
     """Say whether a parameter's gradient is known to be one replica's, not summed."""
     found = _mark_of(parameter)
     return found is not None and found.kind == "own"
+
+
+def is_sum(gradient: Tensor) -> bool:
+    """Say whether a gradient is known to be a sum over replicas, applied or not."""
+    found: _Mark | None = getattr(gradient, _MARK, None)
+    return found is not None and found.kind in ("summed", "applied")
+
+
+def copy_mark(gradient: Tensor, other: Tensor) -> None:
+    """Note of a gradient that stands for another one what is known of that."""
+    found: _Mark | None = getattr(gradient, _MARK, None)
+    if found is not None:
+        setattr(other, _MARK, _Mark(found.kind, other._version))
 
 
 def note_backward(parameter: Tensor, *, inside: bool) -> None:

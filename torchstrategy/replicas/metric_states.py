@@ -8,11 +8,12 @@ that a mean or a stack over replicas does not contain default values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchstrategy import tree
 from torchstrategy.devices import tensor_device
@@ -26,9 +27,13 @@ __all__ = [
     "merged_copy",
     "merged_states",
     "metrics_of",
+    "modules_but_metrics",
     "own_states",
 ]
 
+_METRICS = ("torchmetrics.metric.Metric", "torchmetrics.collections.MetricCollection")
+#: Whether a class of modules is one of metrics: asked for every module at every step that is scheduled.
+_metric_classes: weakref.WeakKeyDictionary[type[nn.Module], bool] = weakref.WeakKeyDictionary()
 _OPERATION = "merging of metric states"
 
 
@@ -46,12 +51,33 @@ class MetricState(NamedTuple):
 
 def is_metric(obj: object) -> bool:
     """Say whether an object is a torchmetrics metric or a collection of them."""
-    return is_a(obj, "torchmetrics.metric.Metric") or is_a(obj, "torchmetrics.collections.MetricCollection")
+    return any(is_a(obj, name) for name in _METRICS)
 
 
 def metrics_of(body: Any) -> dict[str, Any]:
     """Return the metrics that a metric, a collection or a wrapper consists of, by their module names."""
     return {name: m for name, m in body.named_modules() if is_a(m, "torchmetrics.metric.Metric")}
+
+
+def modules_but_metrics(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the paths and modules of a module that are in none of its metrics."""
+    found = list(root.named_modules())
+    metrics = [module for _, module in found if _is_metric_class(type(module))]
+    if not metrics:
+        return iter(found)
+    of_metrics = {id(module) for metric in metrics for module in metric.modules()}
+    return ((path, module) for path, module in found if id(module) not in of_metrics)
+
+
+def _is_metric_class(cls: type[nn.Module]) -> bool:
+    found = _metric_classes.get(cls)
+    if found is None:
+        found = _metric_classes[cls] = any(_full_name(base) in _METRICS for base in cls.__mro__)
+    return found
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def merged_copy(strategy: Any, bodies: Sequence[Any]) -> Any:

@@ -7,10 +7,11 @@ but its ``Mirror``; a module's facade has a tree of children of its own, which a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchstrategy.replicas.adapters import HandleOfAll, OutsideMethod, outside_methods
+from torchstrategy.replicas.adapters import HandleOfAll, OutsideMethod, outside_methods, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.snapshots import SCALARS, differ, snapshot
 
-__all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "resolve", "swap_class"]
+__all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
 
 _MIRROR = "_ts_mirror"
 _facade_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
-#: Methods of a module that must act on every replica's object; the others work through attribute writes.
-_MODULE_ON_ALL = frozenset({"zero_grad", "compile"})
+#: Methods of a module that must act on every replica's object; the others work through attribute writes. A class whose
+#: `compile` is another thing than torch's sees to its replicas itself.
+_MODULE_ON_ALL = {"zero_grad": None, "compile": nn.Module.compile}
 #: Methods of other objects that only read; calling them on replica 0 is enough.
 _READS = frozenset({"state_dict", "get_last_lr", "get_lr", "get_scale", "is_enabled"})
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
@@ -263,6 +265,15 @@ def bodies(obj: Any) -> tuple[Any, ...]:
     return (obj,) if mirror is None else mirror.bodies
 
 
+def opened(obj: Any) -> contextlib.AbstractContextManager[Sequence[Any]]:
+    """Return a context manager that gives one plain object for each replica of this process, to read and write.
+
+    Unlike ``bodies`` it also does where one object serves several replicas.
+    """
+    mirror = mirror_of(obj)
+    return replicas_of(obj) if mirror is None else contextlib.nullcontext(mirror.bodies)
+
+
 def resolve(obj: Any) -> Any:
     """Return the plain object that a facade stands for here: the current replica's, outside a run replica 0's."""
     mirror = mirror_of(obj)
@@ -328,13 +339,19 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
         if name not in _MODULE_INTERNALS and type(value) not in SCALARS:
             mirror.note_access(name)
         return user_variable(value)
-    if name in _MODULE_ON_ALL or ("register" in name and name.endswith("hook")):
+    if _acts_on_all(mirror.cls, name):
         return functools.partial(mirror.call_all, name)
     if not hasattr(mirror.cls, name):
         for members in mirror.members.values():
             if name in members:
                 return members[name]
     return object.__getattribute__(module, name)
+
+
+def _acts_on_all(cls: type, name: str) -> bool:
+    if name in _MODULE_ON_ALL:
+        return _MODULE_ON_ALL[name] in (None, getattr(cls, name))
+    return "register" in name and name.endswith("hook")
 
 
 def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:

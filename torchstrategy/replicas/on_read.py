@@ -59,7 +59,12 @@ class SyncOnReadVariable(DistributedVariable):
         else:
             share = total.div(count, rounding_mode="floor")
             rest = total - share * count
-        for copy, replica_id in zip(self.copies, self.strategy.placement.local_replica_ids, strict=True):
+        ids = self.strategy.placement.local_replica_ids
+        if self.serves_all:
+            self.strategy.hosting.give(self, [share + (replica_id < rest) for replica_id in ids])
+            self.diverges = True
+            return
+        for copy, replica_id in zip(self.copies, ids, strict=True):
             write(copy, "assign", share + (replica_id < rest))
         self.is_new = False  # no initial value of the chief may replace the shares
 
@@ -72,15 +77,19 @@ class SyncOnReadVariable(DistributedVariable):
         strategy = self.strategy
         operation = f"reading variable {self.name!r}"
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            own = [copy.detach() for copy in self.copies]
+            own = strategy.hosting.values_of(self) if self.serves_all else [copy.detach() for copy in self.copies]
             if self.options.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return value_of_first_replica(strategy, own[0], operation)
+                return value_of_first_replica(strategy, own[0], operation).to(self.device)
             if self.options.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"Variable {self.name!r} is ON_READ without aggregation, so it has no single value in "
                     "cross-replica context. Give it an aggregation, or read the copies: "
                     "`strategy.experimental_local_results(variable)`."
                 )
+            if self.serves_all:
+                stacked = torch.stack(list(own))
+                is_mean = self.options.aggregation is VariableAggregation.MEAN
+                return (stacked.mean(0) if is_mean else stacked.sum(0, dtype=self.dtype)).to(self.device)
             return reduce(
                 ReduceOp[self.options.aggregation.name],
                 own,
@@ -156,7 +165,8 @@ def make_variable(
         return variable
 
     def merge(values: list[Tensor]) -> list[Variable]:
-        first = value_of_first_replica(strategy, values[0], operation)
+        own = values[0] if strategy.placement.replicas_per_copy == 1 else strategy.hosting.first(values)
+        first = value_of_first_replica(strategy, own, operation)
         return [distribute(made_as, strategy, first, options)] * len(values)
 
     made: Variable = context._meet(MergeRequest(operation, merge, value))

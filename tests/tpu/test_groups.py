@@ -1,0 +1,151 @@
+"""Batches that don't divide evenly: replicas with fewer examples than the others, or none, count exactly."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrategy as ts
+from tests.tpu.programs import batch_norm, batches, check_same, conv, error_of, ids, mlp, rows_of_id, sgd, train
+from torchstrategy.testing import RemoteError
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_remainders(xla_process):
+    # shares of 2+2+2+1, 2+2+2+0, 2+2+1+0, 1+1+1+1, 1+1+1+0, 1+1+0+0, 1+0+0+0
+    check_same(xla_process, train, mlp, [8, 7, 6, 5, 8, 4, 3, 2, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("make_model", [mlp, conv])
+def test_all_remainders(xla_process, make_model, num_devices):
+    sizes = [size for rest in range(1, 2 * num_devices + 1) for size in (2 * num_devices, rest)]
+    check_same(xla_process, train, make_model, sizes, num_devices=num_devices, accumulate=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[16, 9], [9, 16], [9, 9], [16, 3]])
+def test_accumulated_batch_norm(xla_process, sizes):
+    check_same(xla_process, train, batch_norm, sizes * 2, accumulate=2)
+
+
+class Counting(nn.Module):
+    """Buffers that a forward pass changes in place: a sum of what was seen, and the number of examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.total += x.detach().sum()
+        self.count += x.shape[0]
+        return self.layer(x)
+
+
+def counting(strategy, sizes, steps):
+    with strategy.scope():
+        model = Counting()
+        optimizer = sgd(model.parameters())
+
+    def step(x, y, is_last):
+        model(x).sum().backward()
+        before = model.total.clone()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return before, model.total.clone(), model.count.clone()
+
+    results = []
+    data = strategy.experimental_distribute_dataset(batches(mlp, sizes))
+    for (x, y), is_last in zip(data, steps, strict=True):
+        results.append(strategy.run(step, args=(x, y, is_last)))
+        results.append((model.total.clone(), model.count.clone()))
+    return results, model.state_dict()
+
+
+def test_buffers_of_uneven_shares(xla_process):
+    # between steps every replica keeps its own; a step takes the mean of those that had examples
+    check_same(xla_process, counting, [8, 5, 5, 8, 3, 8], [False, True, False, False, True, True])
+
+
+def uneven_losses(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = sgd(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        if len(x):
+            model(x).sum().backward()  # the replicas without examples have no gradient at all
+        optimizer.step()
+        return len(x), x.shape[0] * 2.0, model.weight.detach().clone()
+
+    return [strategy.run(step, args=(rows_of_id(strategy, 2),)) for _ in range(2)], model.state_dict()
+
+
+def test_replica_without_backward(xla_process):
+    check_same(xla_process, uneven_losses)
+
+
+def uneven_values(strategy):
+    values = rows_of_id(strategy)
+    first = strategy.run(lambda x: (x.sum(), x * 2, x.shape[0], {"rows": x.reshape(-1, 1)}), args=(values,))
+    again = strategy.run(lambda x, k: (x.sum() + k, x[:1]), args=(first[1], ids(strategy)))
+    return first, again, strategy.gather(first[1], 0), strategy.reduce("mean", first[1], axis=0)
+
+
+def test_values_of_several_shapes(xla_process):
+    check_same(xla_process, uneven_values)
+
+
+def shapes_by_rank(strategy):
+    def fn(x):
+        context = ts.get_replica_context()
+        if x.shape[0] == 2:
+            return context.all_reduce("sum", x.sum())
+        return x.sum()
+
+    functions = [fn, lambda x: (x,) if x.shape[0] == 2 else x, fails_for_two_rows]
+    errors = [error_of(strategy.run, function, (rows_of_id(strategy),)) for function in functions]
+    return errors, strategy.run(lambda x: x + 1, args=(ids(strategy),))
+
+
+def fails_for_two_rows(x):
+    ts.get_replica_context().all_reduce("sum", x.sum())
+    if x.shape[0] == 2:
+        raise ValueError("mine")
+    ts.get_replica_context().all_reduce("sum", x.sum())
+
+
+def test_groups_that_disagree(xla_process):
+    check_same(xla_process, shapes_by_rank)
+
+
+class Remembering(nn.Module):
+    """Keeps what it saw last: a tensor whose shape follows the share."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.last = x.detach() * 1
+        return x
+
+
+def remembering(strategy):
+    with strategy.scope():
+        module = Remembering()
+    return strategy.run(lambda x: module(x), args=(rows_of_id(strategy),))
+
+
+def test_kept_tensor_of_unequal_shapes_is_refused(xla_process):
+    with pytest.raises(RemoteError, match="another shape on some replicas"):
+        xla_process().run(run_on_devices, remembering)
+
+
+def run_on_devices(program):
+    program(ts.TPUStrategy())

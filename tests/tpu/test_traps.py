@@ -1,0 +1,94 @@
+"""What would end the process, or give wrong numbers, while a function is traced for all replicas, and is refused."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tpu.test_region import ROWS, enter, traced
+
+HOST = "there are no numbers yet"
+SHAPE = "depends on a tensor's values"
+
+# Measured without the refusal (torch_xla 2.9): every copy of a local value to the host, also by an operation that
+# torch_xla computes there, ends the process (HloSharding: "Check failed: !IsManual()").
+REFUSED = {
+    "item": (lambda x: x.sum().item(), HOST),
+    "if": (lambda x: 1 if x.sum() > 0 else 2, HOST),
+    "float": (lambda x: float(x[0]), HOST),
+    "format": (lambda x: f"{x.sum():.2f}", HOST),
+    "tolist": (lambda x: x.tolist(), HOST),
+    "cpu": (lambda x: x.cpu(), HOST),
+    "copy": (lambda x: torch.zeros(3).copy_(x), HOST),
+    "print": (lambda x: repr(x), "Printing"),
+    "equal": (lambda x: torch.equal(x, x), HOST),
+    "allclose": (lambda x: torch.allclose(x, x), HOST),
+    "nonzero": (lambda x: x.nonzero(), SHAPE),
+    "where": (lambda x: torch.where(x > 0), SHAPE),
+    "mask": (lambda x: x[x > 0], SHAPE),
+    "masked_select": (lambda x: x.masked_select(x > 0), SHAPE),
+    "unique": (lambda x: x.unique(), SHAPE),
+    "repeats": (lambda x: torch.repeat_interleave(x, (x > 0).long()), SHAPE),
+    "median": (lambda x: x.median(), "no implementation"),
+    "lgamma": (lambda x: x.lgamma(), "no implementation"),
+    "histogram": (lambda x: torch.histc(x, 3), "no implementation"),
+    "addmm": (lambda x: torch.addmm(x, x[None].T @ x[None], x[None].T @ x[None], beta=0.5), "no implementation"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_reading_values_is_refused(runtime, name):
+    function, reason = REFUSED[name]
+    with traced(runtime) as region:
+        x = enter(region, ROWS)
+        with pytest.raises(RuntimeError, match=reason) as raised:
+            function(x)
+    assert "test_traps.py:" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["item", "cpu", "print", "mask"])
+def test_reading_shared_values_is_refused(runtime, name):
+    """Without the refusal it works, but waits for the device in the middle of every step."""
+    function, reason = REFUSED[name]
+    shared = torch.ones(3, device=runtime.device)
+    with traced(runtime), pytest.raises(RuntimeError, match=reason):
+        function(shared)
+
+
+@pytest.mark.parametrize("name", ["torch_xla.sync", "torch_xla.core.xla_model.mark_step"])
+def test_cutting_the_step_is_refused(runtime, name):
+    """Without the refusal it works, but half of the step runs alone."""
+    module, _, function = name.rpartition(".")
+    with traced(runtime):
+        cut = getattr(importlib.import_module(module), function)
+        with pytest.raises(RuntimeError, match="half of a step"):
+            cut()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "collective_permute", "all_to_all"])
+def test_torch_xlas_collectives_are_refused(runtime, name):
+    """Without the refusal `all_reduce` and `all_gather` return their input; `collective_permute` ends the process."""
+    from torch_xla.core import xla_model
+
+    with traced(runtime) as region:
+        x = enter(region, ROWS)
+        with pytest.raises(RuntimeError, match=r"get_replica_context\(\)\.all_reduce"):
+            getattr(xla_model, name)("sum", x)
+
+
+def test_sparse_gradients_are_refused(runtime):
+    embedding = nn.Embedding(5, 3, sparse=True).to(runtime.device)
+    with traced(runtime) as region:
+        x = enter(region, ROWS).long() % 5
+        with pytest.raises(RuntimeError, match="sparse=False"):
+            embedding(x)
+
+
+def test_the_host_keeps_working_in_a_region(runtime):
+    with traced(runtime):
+        x = torch.tensor([3.0, 1.0, 2.0])
+        assert x.sum().item() == 6
+        assert x[x > 1].tolist() == [3, 2]
+        assert x.median() == 2
+        assert "3." in repr(x)

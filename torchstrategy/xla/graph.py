@@ -1,0 +1,64 @@
+"""Where what was traced for XLA is cut into graphs: after the outermost ``ts.function``, or else after each ``run``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from torchstrategy.xla.runtime import TpuRuntime
+
+__all__ = ["cut", "in_function", "number", "one_graph"]
+
+
+class _Thread(threading.local):
+    depth = 0
+    number = 0
+    waiting: tuple[TpuRuntime, Callable[[], None]] | None = None
+
+
+_thread = _Thread()
+
+
+def in_function() -> bool:
+    """Say whether what is traced here belongs to the graph of a function."""
+    return _thread.depth > 0
+
+
+def number() -> int:
+    """Return which of this thread's functions runs, counted from 1, or ran last; functions in functions don't count."""
+    return _thread.number
+
+
+def cut(runtime: TpuRuntime, after: Callable[[], None] = lambda: None) -> None:
+    """Run what was traced so far; inside a function, when that ends.
+
+    Args:
+        runtime: the devices.
+        after: called as soon as that runs; inside a function the last cut's.
+    """
+    if _thread.depth:
+        _thread.waiting = runtime, after
+    else:
+        runtime.sync()
+        after()
+
+
+@contextlib.contextmanager
+def one_graph() -> Iterator[None]:
+    """Let what is traced inside be one graph, which runs at the end; a function that raises runs nothing."""
+    if not _thread.depth:
+        _thread.number += 1
+    _thread.depth += 1
+    try:
+        yield
+        waiting = _thread.waiting
+        if _thread.depth == 1 and waiting is not None:
+            _thread.waiting = None
+            runtime, after = waiting
+            runtime.sync()
+            after()
+    finally:
+        _thread.depth -= 1
+        if not _thread.depth:
+            _thread.waiting = None

@@ -1,0 +1,72 @@
+"""Which operations XLA computes, and which torch_xla would copy to the host and compute there.
+
+A copy to the host in the middle of a replica function ends the process, so it must be known before.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+__all__ = ["KEYS", "Place", "place_of", "run_kernel"]
+
+# From torch_xla 2.9's aten_xla_type.cpp (`call_fallback_fn`): for some arguments these run on the host.
+_SOMETIMES_ON_HOST = {
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d",
+    "_adaptive_avg_pool3d_backward",
+    "_embedding_bag_backward",
+    "_embedding_bag_forward_only",
+    "_linalg_eigh",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool2d_backward",
+    "addmm",
+    "as_strided",
+    "as_strided_scatter",
+    "avg_pool2d_backward",
+    "avg_pool3d_backward",
+    "cumprod",
+    "dot",
+    "linalg_inv_ex",
+    "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices",
+    "max_pool3d_with_indices_backward",
+    "norm",
+    "scatter",
+    "scatter_reduce",
+    "upsample_bilinear2d_backward",
+    "upsample_nearest2d_backward",
+}
+_COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+#: Where the dispatcher looks for XLA's kernel.
+KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+
+
+class Place(enum.Enum):
+    """Where torch_xla computes an operation."""
+
+    DEVICE = enum.auto()
+    #: On the device, or for some arguments on the host.
+    EITHER = enum.auto()
+    #: Where the operations that it consists of are computed.
+    PARTS = enum.auto()
+    HOST = enum.auto()
+
+
+def place_of(func: Any) -> Place:
+    """Return where an operation on XLA tensors is computed."""
+    name = func.name()
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "XLA"):
+        sometimes = func.namespace != "aten" or func.overloadpacket.__name__ in _SOMETIMES_ON_HOST
+        return Place.EITHER if sometimes else Place.DEVICE
+    has_parts = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _COMPOSITES)
+    return Place.PARTS if has_parts else Place.HOST
+
+
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on XLA tensors, past the dispatch modes, which see the operations that it calls."""
+    return func.redispatch(KEYS, *args, **kwargs)
