@@ -11,20 +11,19 @@ PACKAGE = "torchstrategy"
 
 # A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
 LAYERS = [
-    {"errors", "options", "tree", "log", "heartbeat", "version"},
-    {"devices", "context"},
+    {"errors", "options", "tree", "log", "heartbeat", "names", "version"},
+    {"devices", "context", "xla"},
     {"values", "cluster_resolver"},
     {"collectives", "data", "transport"},
     {"replicas"},
     {"gradients", "parameter_server"},
     {"optimizer_hooks", "host_updates", "replica_context", "scope", "extended", "replica_values"},
-    {"strategy"},
+    {"strategy", "spmd"},
     {"strategies"},
+    {"nn", "losses"},
     {
-        "nn",
         "metrics",
         "checkpoint",
-        "losses",
         "regularizers",
         "layer_losses",
         "functions",
@@ -32,8 +31,9 @@ LAYERS = [
         "server",
         "coordinator",
     },
-    {"testing"},
-    {"experimental", "train", "config", "utils", "cli"},
+    {"testing", "callbacks"},
+    {"training"},
+    {"experimental", "train", "config", "utils", "cli", "models", "optimizers", "tpu"},
     {"__init__", "__main__"},
 ]
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
@@ -42,7 +42,7 @@ LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 CONFINED = {
     "hydra": (),
     "omegaconf": (),
-    "torch_xla": ("collectives/xla.py", "strategies/tpu.py", "cluster_resolver/tpu.py"),
+    "torch_xla": ("xla/torch_xla_runtime.py", "xla/patches.py"),
     "torch.utils._pytree": ("tree.py",),
 }
 

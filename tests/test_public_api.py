@@ -16,6 +16,7 @@ DOCS_API = Path(__file__).parents[1] / "docs" / "api"
 
 MODULES = [
     "torchstrategy",
+    "torchstrategy.callbacks",
     "torchstrategy.cluster_resolver",
     "torchstrategy.config",
     "torchstrategy.coordinator",
@@ -27,10 +28,13 @@ MODULES = [
     "torchstrategy.experimental.partitioners",
     "torchstrategy.losses",
     "torchstrategy.metrics",
+    "torchstrategy.models",
     "torchstrategy.nn",
+    "torchstrategy.optimizers",
     "torchstrategy.regularizers",
     "torchstrategy.summary",
     "torchstrategy.testing",
+    "torchstrategy.tpu.experimental",
     "torchstrategy.train",
     "torchstrategy.utils",
 ]

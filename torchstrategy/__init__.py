@@ -1,6 +1,7 @@
 """tf.distribute for PyTorch: one training program, any number of replicas."""
 
 from torchstrategy import (
+    callbacks,
     cluster_resolver,
     config,
     coordinator,
@@ -9,10 +10,13 @@ from torchstrategy import (
     experimental,
     losses,
     metrics,
+    models,
     nn,
+    optimizers,
     regularizers,
     summary,
     testing,
+    tpu,
     train,
     utils,
 )
@@ -51,7 +55,10 @@ from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+from torchstrategy.strategies.tpu import TPUStrategy
 from torchstrategy.strategy import Strategy
+from torchstrategy.training.model import Model
+from torchstrategy.training.sidecar import SidecarEvaluator
 from torchstrategy.values import DistributedValues, Mirrored, PerReplica
 from torchstrategy.version import __version__
 
@@ -67,6 +74,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "Model",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -77,13 +85,16 @@ __all__ = [
     "ReplicaContext",
     "RunOptions",
     "Server",
+    "SidecarEvaluator",
     "Strategy",
     "SyncOnReadVariable",
+    "TPUStrategy",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
     "add_loss",
+    "callbacks",
     "cluster_resolver",
     "compute_average_loss",
     "config",
@@ -100,12 +111,15 @@ __all__ = [
     "losses",
     "losses_of",
     "metrics",
+    "models",
     "nn",
+    "optimizers",
     "regularize",
     "regularizers",
     "scale_regularization_loss",
     "summary",
     "testing",
+    "tpu",
     "train",
     "utils",
 ]

@@ -19,16 +19,23 @@ def mirrored(num_replicas):
 
 
 def test_reduction_equals_tfs_strings():
-    assert [member.value for member in Reduction] == ["auto", "none", "sum", "sum_over_batch_size"]
+    assert [member.value for member in Reduction] == [
+        "auto",
+        "none",
+        "sum",
+        "sum_over_batch_size",
+        "mean",
+        "mean_with_sample_weight",
+    ]
     assert ts.losses.MeanSquaredError(reduction="NONE").reduction is Reduction.NONE
     assert ts.losses.MeanSquaredError(reduction=None).reduction is Reduction.NONE
     assert ts.losses.MeanSquaredError().reduction == "auto"
-    for bad in ("mean", 3, ""):
+    for bad in ("average", 3, ""):
         with pytest.raises(ValueError, match=r"not a valid reduction\. Expected one of"):
             ts.losses.MeanSquaredError(reduction=bad)
 
 
-@pytest.mark.parametrize("reduction", ["auto", "sum_over_batch_size"])
+@pytest.mark.parametrize("reduction", ["auto", "sum_over_batch_size", "mean", "mean_with_sample_weight"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_means_are_refused_under_a_strategy(reduction, num_replicas):
     loss = ts.losses.MeanSquaredError(reduction=reduction)

@@ -149,7 +149,7 @@ def mirrored(num_replicas):
 
 
 def test_every_metric_is_in_the_table():
-    assert {name.split()[0] for name in METRICS} == set(ts.metrics.__all__)
+    assert {name.split()[0] for name in METRICS} == set(ts.metrics.__all__) - {"get"}
 
 
 @pytest.mark.parametrize("name", METRICS)

@@ -21,6 +21,7 @@ from torchstrategy.losses.hinges import (
     squared_hinge,
 )
 from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.names import get
 from torchstrategy.losses.regression import (
     CosineSimilarity,
     Huber,
@@ -62,6 +63,7 @@ __all__ = [
     "categorical_crossentropy",
     "categorical_hinge",
     "cosine_similarity",
+    "get",
     "hinge",
     "huber",
     "kl_divergence",

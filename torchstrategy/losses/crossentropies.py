@@ -222,10 +222,10 @@ class SparseCategoricalCrossentropy(Loss):
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102 - the base class's
         return sparse_categorical_crossentropy(y_true, y_pred, self.from_logits, self.axis, self.ignore_class)
 
-    def _divisor(self, losses: Tensor, y_true: Any) -> int | Tensor:
+    def _counts(self, y_true: Any) -> Tensor | None:
         if self.ignore_class is None:
-            return super()._divisor(losses, y_true)
-        return (as_tensor(y_true, "y_true", losses.device) != self.ignore_class).sum().clamp(min=1)
+            return None
+        return as_tensor(y_true, "y_true") != self.ignore_class
 
 
 class CategoricalCrossentropy(Loss):

@@ -12,15 +12,16 @@ from torchstrategy import errors
 from torchstrategy.losses.arguments import as_tensor
 from torchstrategy.strategies.default import get_strategy, has_strategy
 
-__all__ = ["Loss", "Reduction"]
+__all__ = ["Loss", "Reduction", "matching_weight"]
 
 
 class Reduction(str, enum.Enum):
     """What becomes of the losses of a batch; the members equal tf's strings, which are accepted as well.
 
     ``NONE`` leaves one loss for each example (or pixel, or token), ``SUM`` adds them up, ``SUM_OVER_BATCH_SIZE`` takes
-    their mean, and ``AUTO`` is ``SUM_OVER_BATCH_SIZE``. Under a strategy only ``NONE`` and ``SUM`` can be called, as in
-    tf: a replica's mean does not know of the other replicas.
+    their mean, and so do ``MEAN``, its other name, and ``AUTO``. ``MEAN_WITH_SAMPLE_WEIGHT`` divides by the sum of the
+    sample weights instead. Under a strategy only ``NONE`` and ``SUM`` can be called, as in tf: a replica's mean does
+    not know of the other replicas. ``Model.compile`` takes all of them, and averages over the global batch.
 
     Example:
         >>> ts.losses.Reduction.NONE == "none"
@@ -31,6 +32,8 @@ class Reduction(str, enum.Enum):
     NONE = "none"
     SUM = "sum"
     SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+    MEAN = "mean"
+    MEAN_WITH_SAMPLE_WEIGHT = "mean_with_sample_weight"
 
     @classmethod
     def parse(cls, value: object) -> Reduction:
@@ -56,8 +59,8 @@ class Reduction(str, enum.Enum):
             return cls(name.lower() if isinstance(name, str) else name)
         except ValueError:
             raise ValueError(
-                f"{value!r} is not a valid reduction. Expected one of {[member.value for member in cls]}. (torch's "
-                "'mean' is 'sum_over_batch_size'; under a strategy use 'none' and ts.nn.compute_average_loss.)"
+                f"{value!r} is not a valid reduction. Expected one of {[member.value for member in cls]}. (Under a "
+                "strategy use 'none' and ts.nn.compute_average_loss.)"
             ) from None
 
 
@@ -107,14 +110,14 @@ class Loss:
             y_true: labels.
             y_pred: predictions.
             sample_weight: scalar, ``[batch]``, or broadcastable to the losses, whose first axes it has if it has
-                fewer; ``None`` means that everything weighs 1. Weights do not change the divisor of a mean.
+                fewer; ``None`` means that everything weighs 1. Weights change the divisor of a mean only with
+                ``MEAN_WITH_SAMPLE_WEIGHT``.
 
         Returns:
             With ``NONE``, what ``call`` returns, weighted; else a scalar, which is 0 for an empty batch.
 
         Raises:
-            ValueError: with ``AUTO`` or ``SUM_OVER_BATCH_SIZE`` under a strategy; or, with several replicas, ``call``
-                returned a scalar.
+            ValueError: with a mean under a strategy; or, with several replicas, ``call`` returned a scalar.
             InvalidArgumentError: shapes do not fit.
         """
         self._check_reduction()
@@ -127,20 +130,29 @@ class Loss:
                 "last axis, and y_pred has no axis for the examples besides. Give y_true and y_pred the shape "
                 "[batch, 1]: x.unsqueeze(-1)."
             )
-        weighted = losses if sample_weight is None else losses * _matching_weight(sample_weight, losses)
+        weighted = losses if sample_weight is None else losses * matching_weight(sample_weight, losses)
         if self.reduction is Reduction.NONE:
             return weighted
         total = weighted.sum(dtype=torch.float32 if weighted.dtype.itemsize < 4 else None)
         if self.reduction is not Reduction.SUM:
-            total = total / self._divisor(losses, y_true)
+            divisor = self._label_divisor(y_true, sample_weight)
+            total = total / (max(losses.numel(), 1) if divisor is None else divisor + (divisor == 0))
         return total.to(weighted.dtype)
 
-    def _divisor(self, losses: Tensor, y_true: Any) -> int | Tensor:  # noqa: ARG002 - some losses skip labels
-        """Return what ``SUM_OVER_BATCH_SIZE`` divides by; 1 if there is nothing to average."""
-        return max(losses.numel(), 1)
+    def _label_divisor(self, y_true: Any, sample_weight: Any = None) -> Tensor | None:
+        """Return what a mean divides by if labels or weights say so; ``None`` if it is the number of losses."""
+        counts = self._counts(y_true)
+        if self.reduction is Reduction.MEAN_WITH_SAMPLE_WEIGHT and sample_weight is not None:
+            weight = as_tensor(sample_weight, "sample_weight")
+            return weight.sum() if counts is None else (matching_weight(weight, counts.to(weight.dtype)) * counts).sum()
+        return None if counts is None else counts.sum()
+
+    def _counts(self, y_true: Any) -> Tensor | None:  # noqa: ARG002 - for losses that skip labels
+        """Say which labels count; ``None`` if all do."""
+        return None
 
     def _check_reduction(self) -> None:
-        if self.reduction in (Reduction.AUTO, Reduction.SUM_OVER_BATCH_SIZE) and has_strategy():
+        if self.reduction not in (Reduction.NONE, Reduction.SUM) and has_strategy():
             raise ValueError(
                 f"{self.name} was called under a strategy with reduction {self.reduction.name}, which would average "
                 "over this replica's share of the batch only. Make the loss with "
@@ -152,7 +164,7 @@ class Loss:
         return f"{type(self).__name__}(reduction={self.reduction.value!r}, name={self.name!r})"
 
 
-def _matching_weight(sample_weight: Any, losses: Tensor) -> Tensor:
+def matching_weight(sample_weight: Any, losses: Tensor) -> Tensor:
     """Return the weights with as many axes as the losses; those with fewer count for the first ones."""
     weight = as_tensor(sample_weight, "sample_weight", losses.device).to(losses.dtype)
     original = tuple(weight.shape)

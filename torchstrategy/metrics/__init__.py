@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from torchstrategy.metrics.iou import IoU, MeanIoU
     from torchstrategy.metrics.mean import Mean, MeanMetricWrapper, Sum
+    from torchstrategy.metrics.names import get
     from torchstrategy.metrics.regression import (
         MeanAbsoluteError,
         MeanAbsolutePercentageError,
@@ -59,6 +60,7 @@ __all__ = [
     "TopKCategoricalAccuracy",
     "TrueNegatives",
     "TruePositives",
+    "get",
 ]
 
 _NAMES = {
@@ -75,6 +77,7 @@ _NAMES = {
     "confusion": ("FalseNegatives", "FalsePositives", "Precision", "Recall", "TrueNegatives", "TruePositives"),
     "iou": ("IoU", "MeanIoU"),
     "mean": ("Mean", "MeanMetricWrapper", "Sum"),
+    "names": ("get",),
     "regression": (
         "MeanAbsoluteError",
         "MeanAbsolutePercentageError",

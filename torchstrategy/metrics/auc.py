@@ -107,7 +107,7 @@ class AUC(Metric):
         labels, scores = same_shape_pair(y_true, y_pred)
         if self.from_logits:
             scores = torch.sigmoid(scores)
-        check_scores(scores, self.thresholds, "Or make the metric with from_logits=True.")
+        flaw = check_scores(scores, self.thresholds, "Or make the metric with from_logits=True.")
         weight = matching_weight(sample_weight, scores, sum_dtype())
         if self.multi_label:
             self._check_labels(scores)
@@ -120,7 +120,8 @@ class AUC(Metric):
             counts = {name: values.squeeze(1) for name, values in counts.items()}
         for state in STATES:
             own = getattr(self, state)
-            setattr(self, state, own + counts[state].to(own))
+            added = counts[state] if flaw is None else counts[state] + flaw
+            setattr(self, state, own + added.to(own))
 
     def result(self) -> Tensor:
         """Return the area for all examples since the last reset; 0 if there were none.

@@ -22,7 +22,7 @@ from torchstrategy.log import warn_once
 from torchstrategy.options import VariableAggregation
 from torchstrategy.replicas.mirrored import bodies
 
-__all__ = ["Metric", "sum_dtype"]
+__all__ = ["Metric", "as_dtype", "snake_case", "sum_dtype"]
 
 
 #: Methods of tf's variables, and what to write for them where states are tensors.
@@ -82,7 +82,7 @@ class Metric(torchmetrics.Metric):
         super().__init__()
         if name is not None and not isinstance(name, str):
             raise TypeError(f"A metric's name must be a string. Received: {name!r}")
-        self.name = _snake_case(type(self).__name__) if name is None else name
+        self.name = snake_case(type(self).__name__) if name is None else name
         self.result_dtype = torch.get_default_dtype() if dtype is None else as_dtype(dtype)
         self._has_its_place = current_replica_context() is not None
 
@@ -134,7 +134,8 @@ class Metric(torchmetrics.Metric):
         if isinstance(value, _UnassignedWeight):
             self.add_state(name, value.initial, dist_reduce_fx=value.reduction)
         elif isinstance(value, (int, float)) and name in vars(self).get("_defaults", ()):
-            super().__setattr__(name, torch.full_like(self._defaults[name], value))  # type: ignore[arg-type]
+            state = torch.full_like(self._defaults[name], value, device=self.device)  # type: ignore[arg-type]
+            super().__setattr__(name, state)
         else:
             super().__setattr__(name, value)
 
@@ -262,7 +263,7 @@ def sum_dtype() -> torch.dtype:
     return torch.float32 if torch.get_default_device().type == "mps" else torch.float64
 
 
-def _snake_case(name: str) -> str:
+def snake_case(name: str) -> str:
     """Return a class's name as Keras writes it: ``MeanIoU`` is ``mean_io_u``, ``AUC`` is ``auc``."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
     return "_".join(words).lower()

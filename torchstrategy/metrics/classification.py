@@ -22,6 +22,9 @@ __all__ = [
     "SparseCategoricalAccuracy",
     "SparseTopKCategoricalAccuracy",
     "TopKCategoricalAccuracy",
+    "equal_above",
+    "in_top_k_dense",
+    "in_top_k_sparse",
 ]
 
 
@@ -71,7 +74,7 @@ class BinaryAccuracy(MeanMetricWrapper):
     ) -> None:
         if not math.isfinite(threshold):
             raise ValueError(f"threshold must be a number: 0.5 for probabilities, 0 for logits. Received: {threshold}")
-        super().__init__(_equal_above, name, dtype, threshold=threshold)
+        super().__init__(equal_above, name, dtype, threshold=threshold)
         self.threshold = threshold
 
 
@@ -93,7 +96,7 @@ class CategoricalAccuracy(MeanMetricWrapper):
     """
 
     def __init__(self, name: str = "categorical_accuracy", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(_in_top_k_dense, name, dtype, k=None)
+        super().__init__(in_top_k_dense, name, dtype, k=None)
 
 
 class SparseCategoricalAccuracy(MeanMetricWrapper):
@@ -118,7 +121,7 @@ class SparseCategoricalAccuracy(MeanMetricWrapper):
     """
 
     def __init__(self, name: str = "sparse_categorical_accuracy", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(_in_top_k_sparse, name, dtype, k=None)
+        super().__init__(in_top_k_sparse, name, dtype, k=None)
 
 
 class TopKCategoricalAccuracy(MeanMetricWrapper):
@@ -145,7 +148,7 @@ class TopKCategoricalAccuracy(MeanMetricWrapper):
     def __init__(
         self, k: int = 5, name: str = "top_k_categorical_accuracy", dtype: torch.dtype | str | None = None
     ) -> None:
-        super().__init__(_in_top_k_dense, name, dtype, k=_checked_k(k))
+        super().__init__(in_top_k_dense, name, dtype, k=_checked_k(k))
         self.k = k
 
 
@@ -173,7 +176,7 @@ class SparseTopKCategoricalAccuracy(MeanMetricWrapper):
     def __init__(
         self, k: int = 5, name: str = "sparse_top_k_categorical_accuracy", dtype: torch.dtype | str | None = None
     ) -> None:
-        super().__init__(_in_top_k_sparse, name, dtype, k=_checked_k(k))
+        super().__init__(in_top_k_sparse, name, dtype, k=_checked_k(k))
         self.k = k
 
 
@@ -188,12 +191,14 @@ def _equal(y_true: Any, y_pred: Any) -> Tensor:
     return labels == predictions
 
 
-def _equal_above(y_true: Any, y_pred: Any, threshold: float) -> Tensor:
+def equal_above(y_true: Any, y_pred: Any, threshold: float) -> Tensor:
+    """Say for each element whether it is above the threshold as its label 0 or 1 says."""
     labels, predictions = same_shape_pair(y_true, y_pred)
     return (labels == (predictions > threshold)) & ~predictions.isnan()
 
 
-def _in_top_k_dense(y_true: Any, y_pred: Any, k: int | None) -> Tensor:
+def in_top_k_dense(y_true: Any, y_pred: Any, k: int | None) -> Tensor:
+    """Say for each example whether the class of its one-hot label is among the ``k`` best; ``None`` means the best."""
     labels, scores = as_pair(y_true, y_pred)
     if labels.ndim < 2 or labels.shape != scores.shape:
         raise errors.InvalidArgumentError(
@@ -204,7 +209,8 @@ def _in_top_k_dense(y_true: Any, y_pred: Any, k: int | None) -> Tensor:
     return _in_top_k(labels.argmax(-1), scores, k)
 
 
-def _in_top_k_sparse(y_true: Any, y_pred: Any, k: int | None) -> Tensor:
+def in_top_k_sparse(y_true: Any, y_pred: Any, k: int | None) -> Tensor:
+    """Say for each example whether its integer label is among the ``k`` best classes; ``None`` means the best."""
     labels, scores = as_pair(y_true, y_pred)
     shape = tuple(labels.shape)
     if labels.ndim == scores.ndim and labels.ndim > 0 and labels.shape[-1] == 1:
@@ -222,6 +228,8 @@ def _in_top_k(labels: Tensor, scores: Tensor, k: int | None) -> Tensor:
     is_number = ~scores.isnan().any(-1)
     if k is None:
         return (scores.argmax(-1) == labels) & is_number
+    if not labels.numel():  # XLA can't gather from nothing
+        return torch.zeros_like(labels, dtype=torch.bool)
     is_class = (labels >= 0) & (labels < scores.shape[-1])
     own = scores.gather(-1, torch.where(is_class, labels, 0).to(torch.int64).unsqueeze(-1))
     return ((scores > own).sum(-1) < k) & own.squeeze(-1).isfinite() & is_class & is_number

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchstrategy import errors
 from torchstrategy.metrics.base import Metric, sum_dtype
-from torchstrategy.metrics.inputs import matching_weight, same_shape_pair
+from torchstrategy.metrics.inputs import flaw_of, matching_weight, same_shape_pair
 
 __all__ = [
     "STATES",
@@ -84,7 +84,7 @@ class _ConfusionMetric(Metric):
             InvalidArgumentError: the shapes do not fit, or a prediction is ``nan`` or outside [0, 1].
         """
         labels, scores = same_shape_pair(y_true, y_pred)
-        check_scores(scores, self.thresholds, "Precision(thresholds=0) and its like count logits above 0.")
+        flaw = check_scores(scores, self.thresholds, "Precision(thresholds=0) and its like count logits above 0.")
         weight = matching_weight(sample_weight, scores, sum_dtype())
         if self.top_k is not None:
             scores = _only_top_k(scores, self.top_k)
@@ -95,7 +95,8 @@ class _ConfusionMetric(Metric):
         counts = confusion_counts(labels, scores, weight, self.thresholds)
         for state in self._kept:
             own = getattr(self, state)
-            setattr(self, state, own + counts[state].squeeze(1).to(own))
+            added = counts[state] if flaw is None else counts[state] + flaw
+            setattr(self, state, own + added.squeeze(1).to(own))
 
     def _one_for_each_threshold(self, values: Tensor) -> Tensor:
         return values[0] if len(self.thresholds) == 1 else values
@@ -304,8 +305,11 @@ def check_thresholds(thresholds: float | Sequence[float]) -> list[float]:
     return values
 
 
-def check_scores(scores: Tensor, thresholds: Sequence[float], remedy: str) -> None:
+def check_scores(scores: Tensor, thresholds: Sequence[float], remedy: str) -> Tensor | None:
     """Check that predictions are numbers and, if they are compared with more than 0, probabilities.
+
+    Returns:
+        ``None``, or what ``flaw_of`` does.
 
     Raises:
         InvalidArgumentError: they are not.
@@ -313,12 +317,15 @@ def check_scores(scores: Tensor, thresholds: Sequence[float], remedy: str) -> No
     invalid = scores.isnan()
     if max(thresholds) > 0:
         invalid = invalid | (scores < 0) | (scores > 1)
-    if invalid.any():
+
+    def explain() -> Exception:
         number = int(invalid.count_nonzero())
-        raise errors.InvalidArgumentError(
+        return errors.InvalidArgumentError(
             f"Predictions must be in [0, 1]. Received {number} of {scores.numel()} that are not, such as "
             f"{scores[invalid][0].item()}. Pass probabilities, such as torch.sigmoid(logits). {remedy}"
         )
+
+    return flaw_of(invalid, explain)
 
 
 def confusion_counts(labels: Tensor, scores: Tensor, weight: Tensor, thresholds: Sequence[float]) -> dict[str, Tensor]:
@@ -331,10 +338,14 @@ def confusion_counts(labels: Tensor, scores: Tensor, weight: Tensor, thresholds:
         thresholds: in any order.
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    limits, order = torch.tensor(thresholds, dtype=scores.dtype, device=scores.device).sort()
     num_thresholds, num_labels = len(thresholds), scores.shape[1]
+    order = sorted(range(num_thresholds), key=thresholds.__getitem__)
+    limits = torch.tensor([thresholds[i] for i in order], dtype=scores.dtype, device=scores.device)
     # How many thresholds lie below a prediction says at which of them it is positive.
-    num_below = torch.searchsorted(limits, scores.contiguous())
+    if scores.device.type == "xla":  # which lacks the search, and fuses the comparisons
+        num_below = (scores.unsqueeze(-1) > limits).sum(-1)
+    else:
+        num_below = torch.searchsorted(limits, scores.contiguous())
     cells = num_below * num_labels + torch.arange(num_labels, device=scores.device)
     is_positive = labels != 0
     counts = {}
@@ -347,8 +358,11 @@ def confusion_counts(labels: Tensor, scores: Tensor, weight: Tensor, thresholds:
         sums = sums.reshape(num_thresholds + 1, num_labels)
         above, below = sums.flip(0).cumsum(0).flip(0)[1:], sums.cumsum(0)[:-1]
         for name, values in zip(names, (above, below), strict=True):
-            counts[name] = torch.empty_like(values).index_copy_(0, order, values)
-    return counts
+            counts[name] = values
+    if order == sorted(order):
+        return counts
+    places = torch.tensor(sorted(order, key=order.__getitem__), device=scores.device)
+    return {name: values.index_select(0, places) for name, values in counts.items()}
 
 
 def divide_no_nan(dividend: Tensor, divisor: Tensor) -> Tensor:

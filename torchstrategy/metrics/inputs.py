@@ -5,6 +5,8 @@ Shapes that don't fit raise, where broadcasting would give a wrong number.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torchstrategy import errors
 from torchstrategy.values import DistributedValues
 
-__all__ = ["as_pair", "as_tensor", "matching_weight", "same_shape_pair"]
+__all__ = ["as_pair", "as_tensor", "flaw_of", "matching_weight", "same_shape_pair"]
 
 
 def as_tensor(value: Any, device: torch.device | None = None) -> Tensor:
@@ -57,6 +59,24 @@ def same_shape_pair(y_true: Any, y_pred: Any, remedy: str = "(Labels come first,
             f"{tuple(labels.shape)}, y_pred {tuple(predictions.shape)}. {remedy}"
         )
     return fitting_labels, fitting_predictions
+
+
+def flaw_of(invalid: Tensor, explain: Callable[[], Exception]) -> Tensor | None:
+    """Raise if any value is invalid; where XLA traces a program, values can't be looked at.
+
+    Args:
+        invalid: boolean, of any shape.
+        explain: returns the exception to raise.
+
+    Returns:
+        ``None``; with XLA a scalar to add to counts: ``nan`` if any value is invalid, which the result then is, or 0.
+    """
+    if invalid.device.type == "xla":
+        is_flawed = invalid.any()
+        return torch.zeros_like(is_flawed, dtype=torch.float32).masked_fill(is_flawed, math.nan)
+    if invalid.any():
+        raise explain()
+    return None
 
 
 def matching_weight(sample_weight: Any, values: Tensor, dtype: torch.dtype) -> Tensor:

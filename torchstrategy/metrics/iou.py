@@ -11,7 +11,7 @@ from torch import Tensor
 from torchstrategy import errors
 from torchstrategy.metrics.base import Metric
 from torchstrategy.metrics.confusion import divide_no_nan
-from torchstrategy.metrics.inputs import as_pair, matching_weight, same_shape_pair
+from torchstrategy.metrics.inputs import as_pair, flaw_of, matching_weight, same_shape_pair
 
 __all__ = ["IoU", "MeanIoU"]
 
@@ -80,8 +80,13 @@ class IoU(Metric):
             InvalidArgumentError: the shapes do not fit, or an id that counts is none of a class.
         """
         labels, predictions = as_pair(y_true, y_pred)
-        labels = labels if self.sparse_y_true else self._most_probable("y_true", labels)
-        predictions = predictions if self.sparse_y_pred else self._most_probable("y_pred", predictions)
+        flaws = []
+        if not self.sparse_y_true:
+            flaws.append(self._check_numbers("y_true", labels))
+            labels = labels.argmax(self.axis)
+        if not self.sparse_y_pred:
+            flaws.append(self._check_numbers("y_pred", predictions))
+            predictions = predictions.argmax(self.axis)
         labels, predictions = same_shape_pair(
             labels,
             predictions,
@@ -92,11 +97,12 @@ class IoU(Metric):
         labels, predictions = labels.flatten(), predictions.flatten()
         if self.ignore_class is not None:
             counts = labels != self.ignore_class
-            labels, predictions, weight = labels[counts], predictions[counts], weight[counts]
-        self._check_ids("y_true", labels)
-        self._check_ids("y_pred", predictions)
+            labels, predictions, weight = (torch.where(counts, x, 0) for x in (labels, predictions, weight))
+        flaws += [self._check_ids("y_true", labels), self._check_ids("y_pred", predictions)]
         cells = labels.to(torch.int64) * self.num_classes + predictions.to(torch.int64)
-        added = weight.new_zeros(self.num_classes**2).index_add(0, cells, weight)
+        flaw = sum(flaw for flaw in flaws if flaw is not None)
+        added = weight.new_zeros(self.num_classes**2).index_add(0, cells.clamp(0, self.num_classes**2 - 1), weight)
+        added = added + flaw  # 0, unless XLA traces
         self.total_cm = self.total_cm + added.reshape(self.num_classes, self.num_classes).to(self.total_cm)
 
     def result(self) -> Tensor:
@@ -109,24 +115,26 @@ class IoU(Metric):
         intersection, union = intersection[self.target_class_ids], union[self.target_class_ids]
         return divide_no_nan(divide_no_nan(intersection, union).sum(), (union != 0).sum())
 
-    def _most_probable(self, argument: str, scores: Tensor) -> Tensor:
+    def _check_numbers(self, argument: str, scores: Tensor) -> Tensor | None:
         if not -scores.ndim <= self.axis < scores.ndim or scores.shape[self.axis] != self.num_classes:
             raise errors.InvalidArgumentError(
                 f"{argument} must have {self.num_classes} classes along axis {self.axis}. Received "
                 f"{tuple(scores.shape)}. If it holds class ids, make the metric with sparse_{argument}=True."
             )
-        if scores.isnan().any():
-            raise errors.InvalidArgumentError(f"{argument} must be numbers. Received nan.")
-        return scores.argmax(self.axis)
+        return flaw_of(
+            scores.isnan(), lambda: errors.InvalidArgumentError(f"{argument} must be numbers. Received nan.")
+        )
 
-    def _check_ids(self, argument: str, ids: Tensor) -> None:
+    def _check_ids(self, argument: str, ids: Tensor) -> Tensor | None:
         invalid = (ids < 0) | (ids >= self.num_classes) | (ids != ids.to(torch.int64))
-        if invalid.any():
-            raise errors.InvalidArgumentError(
+        return flaw_of(
+            invalid,
+            lambda: errors.InvalidArgumentError(
                 f"{argument} must hold class ids in [0, {self.num_classes}). Received {ids[invalid][0].item()}. Labels "
                 "that don't count are given by ignore_class; for logits or probabilities, make the metric with "
                 f"sparse_{argument}=False."
-            )
+            ),
+        )
 
 
 class MeanIoU(IoU):

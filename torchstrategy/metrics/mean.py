@@ -177,6 +177,6 @@ class MeanMetricWrapper(WeightedMean):
         if values.ndim == 0:  # as one example it would weigh the same however large the batch is
             raise errors.InvalidArgumentError(
                 f"The function of the metric {self.name!r} must return one value for each example, [batch, ...]. "
-                f"Received a scalar: {values.item()}. Take the mean over an example's own dimensions only."
+                "Received a scalar. Take the mean over an example's own dimensions only."
             )
         self._add(values, sample_weight)

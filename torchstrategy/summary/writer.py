@@ -140,6 +140,17 @@ class SummaryWriter:
         """
         self._open().add_summary(summary, step)
 
+    def add_graph(self, graph: tuple[Any, Any]) -> None:
+        """Write a graph in TensorBoard's form.
+
+        Args:
+            graph: a ``GraphDef`` and a ``RunMetadata`` message.
+
+        Raises:
+            RuntimeError: the writer is closed.
+        """
+        self._open().add_graph(graph)
+
     def _open(self) -> Any:
         self._check_open()
         if not self._files:

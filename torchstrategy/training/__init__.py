@@ -1,0 +1,1 @@
+"""Training by ``ts.Model``: ``compile``, ``fit``, ``evaluate``, ``predict``, and saving."""

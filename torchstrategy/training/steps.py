@@ -1,0 +1,176 @@
+"""What a replica does with the batches of one execution: the function that the loops give to ``strategy.run``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import tree
+from torchstrategy.options import ReduceOp
+from torchstrategy.strategies.default import get_replica_context
+from torchstrategy.values import BatchShares, get_shares, set_shares
+
+__all__ = ["StepState", "Windows", "current_step", "example_counts", "mark_windows", "run_windows", "sum_divisors"]
+
+#: The batches of one execution; each inner list makes one optimizer step.
+Windows = Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class StepState:
+    """Where in an optimizer step a replica is, and how the model is called in it.
+
+    Args:
+        is_last: whether this is the last batch of the optimizer step, after which the parameters are updated.
+        method: the method of the model that is running, such as ``"fit"``; for messages.
+        autocast: what forward passes compute in; ``None`` means the parameters' dtype.
+        is_checked: whether labels, predictions and shapes are looked at closely, as in the first batch.
+        labels_on_host: the labels of each of the process's replicas, where a step can't look at its own.
+        tracked: the losses that were counted as the step's; the last one is.
+    """
+
+    is_last: bool = True
+    method: str = ""
+    autocast: torch.dtype | None = None
+    is_checked: bool = False
+    labels_on_host: Sequence[Any] = ()
+    tracked: list[Tensor] = field(default_factory=list)
+
+
+_PLAIN = StepState()
+_current: ContextVar[StepState] = ContextVar("torchstrategy_training_step", default=_PLAIN)
+
+
+def current_step() -> StepState:
+    """Return the state of this replica's step; outside ``fit`` and its kin, each batch is a step of its own."""
+    return _current.get()
+
+
+def mark_windows(windows: Windows) -> None:
+    """Tag the batches of each window with the window's size, which their losses are divided by."""
+    for window in windows:
+        if len(window) == 1:
+            continue
+        tagged = [[(leaf, get_shares(leaf)) for leaf in tree.all_leaves(batch)] for batch in window]
+        found = [[(leaf, shares) for leaf, shares in batch if shares is not None] for batch in tagged]
+        total = sum(batch[0][1].total for batch in found if batch)
+        for leaf, shares in (pair for batch in found for pair in batch):
+            set_shares(leaf, BatchShares(shares.shares, shares.step, (len(window), total)))
+
+
+def run_windows(
+    windows: Windows,
+    step: Callable[[Any], Any],
+    prepare: Callable[[Any], Any] | None,
+    divide: Callable[[int, list[Any]], contextlib.AbstractContextManager[Any]] | None,
+    state: StepState,
+    device: torch.device | None = None,
+) -> Any:
+    """Give a step function each batch in turn. Replica context only.
+
+    Args:
+        windows: this replica's shares of the batches.
+        step: takes a batch's data and returns a dict, or ``None``.
+        prepare: what is done to a batch's data before, such as class weights; ``None`` for nothing.
+        divide: given a window's number and batches, makes their losses' divisors known; ``None`` leaves that to
+            the losses.
+        state: the first batch's; the others are not checked.
+        device: where the data is moved to; ``None`` if it is where the model is.
+
+    Returns:
+        What the last step returned.
+    """
+    context: Any = get_replica_context()
+    given = context._inputs
+    result = None
+    try:
+        for number, window in enumerate(windows):
+            batches = window if device is None else [_moved(batch, device) for batch in window]
+            batches = batches if prepare is None else [prepare(batch) for batch in batches]
+            with contextlib.nullcontext() if divide is None else divide(number, list(batches)):
+                for i, (batch, data) in enumerate(zip(window, batches, strict=True)):
+                    context._work_on(batch)
+                    is_last = i == len(window) - 1
+                    own = StepState(is_last, state.method, state.autocast, state.is_checked, state.labels_on_host)
+                    with _entered(own):
+                        result = step(data)
+                    if state.is_checked:
+                        _check_returned(result, state.method)
+                        state = StepState(method=state.method, autocast=state.autocast)
+    finally:
+        context._work_on(given)  # a batch must not outlive its run
+    return result
+
+
+def example_counts(context: Any) -> tuple[int, int]:
+    """Return a replica's number of examples, and the number that the batch's losses are divided by.
+
+    Args:
+        context: the replica's context.
+
+    Raises:
+        RuntimeError: they are not known.
+    """
+    shares = context.batch_shares
+    if shares is not None:
+        return context._num_own_examples, shares.divisor
+    if context.num_replicas_in_sync == 1:
+        for leaf in tree.all_leaves(context._inputs):
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                return leaf.shape[0], leaf.shape[0]
+    size = int(context.actual_batch_size())  # raises, and says why
+    return size, size
+
+
+def sum_divisors(local: Tensor | None) -> Tensor | Callable[[], Tensor] | None:
+    """Add up over replicas what one replica's losses are divided by. Replica context only.
+
+    Returns:
+        The sum, or what waits for it.
+    """
+    context: Any = get_replica_context()
+    if local is None or context.num_replicas_in_sync == 1:
+        return local
+    strategy = context.strategy
+    if strategy.workers is None or strategy.placement.num_local > 1 or not local.is_cpu:
+        return torch.as_tensor(context.all_reduce(ReduceOp.SUM, local))
+    # The others' numbers are there when the forward pass is done, so nobody waits for them.
+    finish = strategy.workers.start_exchange("the sum of what losses are divided by", local.tolist())
+    return lambda: torch.tensor(finish(), dtype=local.dtype, device="cpu").sum(0)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _check_returned(result: Any, method: str) -> None:
+    if method != "predict":
+        if result is not None and not isinstance(result, Mapping):
+            raise TypeError(
+                f"{method}: the model's step must return a dict by name of what logs show, metrics and numbers, or "
+                f"None. Received: a {type(result).__name__}. (A loss is given to self.minimize(loss), which also shows "
+                "it.)"
+            )
+        return
+    num_examples = example_counts(get_replica_context())[0]
+    for leaf in tree.all_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != num_examples:
+            raise ValueError(
+                f"predict(x=...): the model returned {tuple(leaf.shape)} for a batch of {num_examples} examples. The "
+                "first axis of x and of the predictions is the batch: for one example pass x[None]."
+            )
+
+
+@contextlib.contextmanager
+def _entered(state: StepState) -> Iterator[None]:
+    token = _current.set(state)
+    try:
+        yield
+    finally:
+        _current.reset(token)
