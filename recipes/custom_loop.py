@@ -5,6 +5,7 @@ The commands that run it are at the head of conf/custom_loop.yaml.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from pathlib import Path
@@ -54,15 +55,16 @@ def main(config: DictConfig) -> None:
         model = instantiate(config.model)
         optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters(), lr=learning_rate.rate)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate.factor)
-        device_type = next(model.parameters()).device.type
-        scaler = torch.amp.GradScaler(device_type, enabled=dtype == torch.float16)
+        scaler = torch.amp.GradScaler(next(model.parameters()).device.type, enabled=dtype == torch.float16)
         test_loss = ts.metrics.Mean(name="test_loss")
         train_accuracy = ts.metrics.SparseCategoricalAccuracy(name="train_accuracy")
         test_accuracy = ts.metrics.SparseCategoricalAccuracy(name="test_accuracy")
         checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
+    amp_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else None
+
     def predict(images: Tensor) -> Tensor:
-        with torch.autocast(device_type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        with torch.autocast(images.device.type, amp_dtype, enabled=amp_dtype is not None):
             return model(images).to(torch.get_default_dtype())
 
     def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -83,30 +85,35 @@ def main(config: DictConfig) -> None:
         train_accuracy.update_state(labels, logits)
         return loss.detach()
 
+    # On a TPU all that happens in such a function is one program; elsewhere it runs as it is.
+    @ts.function(jit_compile=False)
+    def distributed_train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        per_replica_loss = strategy.run(train_step, args=(batch,))
+        return strategy.reduce("SUM", per_replica_loss, axis=None)
+
     def test_step(batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
         logits = predict(images)
         test_loss.update_state(nn.functional.cross_entropy(logits, labels, reduction="none"))
         test_accuracy.update_state(labels, logits)
 
+    distributed_test_step = ts.function(functools.partial(strategy.run, test_step), jit_compile=False)
+
     with report:
         for epoch in range(1, config.epochs + 1):
             model.train()
-            total_loss, num_batches = 0.0, 0
-            for batch in report.progress(itertools.islice(train_batches, config.max_steps), epoch, len(train_loader)):
-                per_replica_loss = strategy.run(train_step, args=(batch,))
-                total_loss += float(strategy.reduce("SUM", per_replica_loss, axis=None))
-                num_batches += 1
+            batches = report.progress(itertools.islice(train_batches, config.max_steps), epoch, len(train_loader))
+            losses = [distributed_train_step(batch) for batch in batches]  # read when the epoch ends: reading waits
 
             model.eval()
             with torch.no_grad():
                 for batch in test_batches:
-                    strategy.run(test_step, args=(batch,))
+                    distributed_test_step(args=(batch,))
 
             if (config.epochs - epoch) % 2 == 0:  # every second one, the last included
                 checkpoint.save(run_path / "checkpoints" / "ckpt")
             report.add_epoch(
-                train_loss=total_loss / num_batches,
+                train_loss=sum(map(float, losses)) / len(losses),
                 train_accuracy=float(train_accuracy.result()),
                 test_loss=float(test_loss.result()),
                 test_accuracy=float(test_accuracy.result()),

@@ -27,12 +27,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed import DistError, TCPStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 import torchstrategy as ts
+from torchstrategy.cli.signals import SignalReceived, until_signal
 
 LOCALHOST = "127.0.0.1"
 
@@ -164,11 +165,11 @@ def _launch(nproc: int, max_restarts: int, task: tuple[Any, ...]) -> Any:
     )
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
     try:
-        return elastic_launch(launch, _work)(*task)[0]
+        return until_signal(lambda: elastic_launch(launch, _work)(*task)[0])
     except ChildFailedError as error:
         raise RuntimeError(_describe(error, nproc, max_restarts, log_path)) from None
-    except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
+    except SignalReceived as error:
+        raise SystemExit(128 + error.number) from None
 
 
 def _work(recipe: str, name: str, nproc: int, config: DictConfig, hydra_config: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import MissingConfigException
+from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -16,6 +16,8 @@ CHOICES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rg
 NEEDS_DOWNLOAD = {"data/mnist"}
 NEEDS_PACKAGE = {"data/fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 NEEDS_SUBMITIT = {"launcher/submitit_slurm"}
+NEEDS_TORCH_XLA = {"strategy/tpu"}
+HAS_TORCH_XLA = importlib.util.find_spec("torch_xla") is not None
 HAS_SUBMITIT = importlib.util.find_spec("submitit") is not None
 ARGUMENTS = {"learning_rate": {"global_batch_size": 10}}
 RECIPE_WITH = {"partitioner": "parameter_server"}  # the others are choices of the custom loop
@@ -29,8 +31,8 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 35
-    assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT) == 3
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 39
+    assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT | NEEDS_TORCH_XLA) == 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -50,7 +52,17 @@ def test_choice(choice):
     config = compose(RECIPE_WITH.get(group, "custom_loop"), [f"{group}={name}"])[group]
     if choice in NEEDS_DOWNLOAD or not NEEDS_PACKAGE.get(choice, ROOT).exists():
         pytest.skip("its files are not on this machine")
+    if choice in NEEDS_TORCH_XLA:
+        pytest.skip("makes its strategy in a process of its own: tests/tpu/test_recipes.py")
     assert instantiate(config, _convert_="all", **ARGUMENTS.get(group, {})) is not None
+
+
+@pytest.mark.skipif(HAS_TORCH_XLA, reason="torch_xla is installed")
+def test_without_torch_xla_the_extra_is_named():
+    config = compose("custom_loop", ["strategy=tpu"]).strategy
+    with pytest.raises(InstantiationException, match=r"torchstrategy\[tpu\]") as caught:
+        instantiate(config, _convert_="all")
+    assert isinstance(caught.value.__cause__, ImportError)
 
 
 def test_without_the_plugin_the_submitit_launcher_is_named():

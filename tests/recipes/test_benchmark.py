@@ -16,6 +16,8 @@ def test_bootstrap_interval_encloses_the_median_ratio():
     assert ratio["high"] == pytest.approx(1.1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_benchmark_prints_and_writes_every_figure(tmp_path):
     options = ["model=mlp", "pairs=2", "steps_per_block=2", "calls=20", "hydra.run.dir=run"]
     options += ["collective_processes=[2]", "collective_sizes=[1,5000,70000]", "most_collectives=20"]

@@ -21,6 +21,8 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_benchmark_prints_and_writes_every_figure(tmp_path):
     options = [f"work.{name}={value}" for name, value in SMALL.items()]
     process = subprocess.run(

@@ -69,6 +69,8 @@ def test_every_hosting_gives_the_same_result(tmp_path):
         check_files(runs[0])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_other_ways_to_start_two_processes_agree(tmp_path):
     """A cluster described by TF_CONFIG, and the recipe's own launcher; one line of the strategy says what it found."""
     options = [*SMALL, "global_batch_size=90"]
@@ -89,6 +91,8 @@ def test_other_ways_to_start_two_processes_agree(tmp_path):
     assert epochs[0] == epochs[1]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_multirun(tmp_path):
     process = start(tmp_path, str(RECIPE), "-m", "strategy=default,one_device,mirrored", "precision=bf16", *SMALL)
     summaries = finished(process)

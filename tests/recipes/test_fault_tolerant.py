@@ -54,6 +54,8 @@ def restart(layout):
     return ["launcher.max_restarts=1"] if "launcher" in layout else []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_restart_ends_with_the_same_weights(tmp_path):
     """It is killed between two saves; a single process is the cheapest job that its launcher can start again."""
     one = [*SMALL, "epochs=1", "strategy.devices=[cpu:0,cpu:1]"]

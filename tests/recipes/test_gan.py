@@ -167,6 +167,8 @@ def check_files(run_path):
     assert all(len(optimizer.state) > 0 for optimizer in optimizers.values())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_every_hosting_gives_the_same_result(tmp_path):
     """The same global batches, split or not, end in the same losses; each run has one folder, however many ranks."""
     options = [*SMALL, "discriminator_steps=2"]

@@ -53,8 +53,42 @@ def main(config):
             raise ValueError("a wrong number: 17")
     print("waiting", flush=True)
     time.sleep(60)
+    print("not ended", flush=True)
+
+def interrupt(place):  # send SIGINT to this process once, where the exception that it raises gets lost
+    once = [signal.SIGINT]
+    def send(*_):
+        if once:
+            signal.raise_signal(once.pop())
+    if place == "replaced":  # by an UnboundLocalError: no time has been noted yet
+        from torch.distributed.elastic.metrics import api
+        class Clock:
+            def time(self):
+                if ready():
+                    send()
+                return time.time()
+        api.time = Clock()
+    elif place == "caught":  # by logging, which prints it
+        from torch.distributed.elastic.agent.server import api
+        class Handler(logging.Handler):
+            def emit(self, record):
+                try:
+                    send()
+                except Exception:
+                    self.handleError(record)
+        log = logging.getLogger("lost")
+        log.addHandler(Handler())
+        api.put_metric = lambda *_: ready() and log.error("")
+    elif place == "starting":  # a worker that torch does not know yet
+        from multiprocessing import process
+        start = process.BaseProcess.start
+        process.BaseProcess.start = lambda self: (start(self), send())
+
+def ready():
+    return len(list(Path("run").glob("?-0.json"))) == 2
 
 if __name__ == "__main__":
+    interrupt(os.environ.get("PLACE"))
     main()
 """
 
@@ -67,11 +101,11 @@ def start(tmp_path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RECIPES), *sys.path])}
     environ.pop("OMP_NUM_THREADS", None)
 
-    def start(*options):
+    def start(*options, **variables):
         command = [sys.executable, "probe.py", *options]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environ, start_new_session=True
+            command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environ | variables, start_new_session=True
         )
 
     return start
@@ -105,6 +139,8 @@ def test_workers_get_the_resolved_configuration_and_the_run_directory(start, tmp
     assert "logged by 1" in log
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_multirun_with_and_without_workers(start, tmp_path):
     """One process starts no others and has all threads; two share them."""
     status, out, err = wait(start("-m", "launcher.nproc=1,2"))
@@ -152,6 +188,8 @@ def test_failure_of_a_worker(start, tmp_path, mode, cause):
     assert all_ended(told(tmp_path / "run"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_restart_in_the_same_run_directory(start, tmp_path):
     status, _, err = wait(start("mode=fail once", "launcher.max_restarts=1"))
     assert status == 0, err
@@ -193,9 +231,21 @@ def test_signals_end_all_workers(start, tmp_path, sent, to_all):
         waiting.append(process.stdout.readline())
     number = getattr(signal, sent)
     (os.killpg if to_all else os.kill)(process.pid, number)
-    status, _, _ = wait(process)
-    assert status == (128 + number if sent != "SIGKILL" else -number)
+    status, _, err = wait(process)
+    assert status == (128 + number if sent != "SIGKILL" else -number), err
     assert all_ended(told(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "place", ["replaced", *(pytest.param(place, marks=pytest.mark.slow) for place in ("caught", "starting"))]
+)
+def test_a_signal_is_not_lost(start, tmp_path, place):
+    """Code of torch's or Python's catches the exception that a signal raises in it, or raises another one."""
+    status, out, err = wait(start("mode=wait", PLACE=place))
+    assert status == 130, err
+    assert "not ended" not in out
+    if place != "starting":
+        assert all_ended(told(tmp_path / "run"))
 
 
 def all_ended(workers):

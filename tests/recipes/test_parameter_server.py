@@ -49,6 +49,8 @@ def summary(output):
     return match.groupdict()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_trains_and_a_second_start_goes_on(tmp_path):
     first = start(tmp_path, *SMALL, "epochs=2", "folder=run")
     found = finished(first)
@@ -72,6 +74,8 @@ def test_trains_and_a_second_start_goes_on(tmp_path):
     assert re.findall(r"^Epoch (\d), Loss: ", second.stdout, re.MULTILINE) == ["3"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_clicks_are_predicted_as_well_as_by_one_process(tmp_path):
     data = {"num_rows": 5000, "num_train": 20_000, "num_test": 5000, "seed": 0}
     options = [f"data.{name}={value}" for name, value in data.items()]

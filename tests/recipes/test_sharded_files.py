@@ -35,6 +35,8 @@ def summaries(output):
     return [match.groupdict() for match in SUMMARY.finditer(output)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_processes_are_stopped_and_three_replicas_of_one_go_on(tmp_path):
     first = start(tmp_path, *TORCHRUN, str(RECIPE), *SMALL, "stop_at_step=5")
     assert "FILE: asked for; of 8 files each process reads its own (process 0: 4, process 1: 4)" in first
