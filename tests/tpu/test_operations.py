@@ -26,6 +26,11 @@ def unpooled(x):
     return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)
 
 
+def order(x):
+    """One of two results, which torch_xla can't look up rows by."""
+    return x[:, 0].sort()[1]
+
+
 def margins(x):
     return F.soft_margin_loss(x, x.detach().sign())
 
@@ -51,7 +56,18 @@ OPERATIONS = {
     "maximum 1d": (LINE, lambda x: F.max_pool1d(x, 2, return_indices=True)),
     "maximum 2d": (IMAGE, lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)),
     "maximum 3d": (VOLUME, lambda x: F.max_pool3d(x, 2, return_indices=True)),
+    "maximum 2d, values": (IMAGE, lambda x: F.max_pool2d(x, 3, 2, 1)),
+    "maximum 3d, values": (VOLUME, lambda x: F.max_pool3d(x, 2)),
     "unpooling": (IMAGE, unpooled),
+    "einsum": (ROWS, lambda x: torch.einsum("ij,kj->ik", x, x[:4])),
+    "einsum, batches": (IMAGE, lambda x: torch.einsum("b...hd,bckd->b...hk", x, x)),
+    "einsum, three": (ROWS, lambda x: torch.einsum("ij,j,ik->k", x, x[0], x)),
+    "einsum, diagonal": ((4, 4), lambda x: torch.einsum("ii->i", x)),
+    "rows by their order": (ROWS, lambda x: x.index_select(0, order(x))),
+    "rows to their order": (ROWS, lambda x: torch.zeros_like(x).index_copy(0, order(x), x)),
+    "rows added by their order": (ROWS, lambda x: x.index_add(0, order(x), x)),
+    "rows filled by their order": (ROWS, lambda x: x.index_fill(0, order(x)[:2], 0.5)),
+    "embedding by the greatest": (ROWS, lambda x: F.embedding(x.max(1)[1], x)),
     "cummax": (ROWS, lambda x: (2 * x).round().cummax(1)),
     "cummin": (ROWS, lambda x: (2 * x).round().cummin(0)),
     "cummin of integers": (ROWS, lambda x: (2 * x).int().cummin(-1)),

@@ -165,7 +165,13 @@ def _run_embedding(region: Region, func: Any, args: tuple[Any, ...], kwargs: dic
     is_sparse = with_defaults(args, 2, (-1, False, False))[4]
     if is_sparse and is_on_device(args[0]) and torch.is_grad_enabled():
         refuse_sparse_gradients()
-    result = func(*args, **kwargs)
+    return _run_by_index(region, func, args, kwargs)
+
+
+def _run_by_index(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take or write rows by an index. By one of several results, as of `sort`, torch_xla 2.9 ends the process."""
+    place = 1 if func.overloadpacket.__name__ == "embedding" else 2
+    result = func(*args[:place], args[place] * 1, *args[place + 1 :], **kwargs)
     site = region.site_if_local(func, args)
     if site is not None:
         region.mark_results(result, site)
@@ -307,6 +313,7 @@ _NAMED: dict[str, Handler] = {
     **dict.fromkeys(("huber_loss_backward", "soft_margin_loss", "soft_margin_loss_backward"), _run_loss),
     "elu_backward": _run_elu_backward,
     "embedding": _run_embedding,
+    **dict.fromkeys(("index_select", "index_copy", "index_add", "index_fill"), _run_by_index),
     "_weight_norm_interface": _run_weight_norm,
     "_weight_norm_interface_backward": _run_weight_norm,
     "copy": _run_mutation,

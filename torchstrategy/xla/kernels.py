@@ -6,11 +6,13 @@ A copy to the host in the middle of a replica function ends the process, so it m
 from __future__ import annotations
 
 import enum
+import functools
+import warnings
 from typing import Any
 
 import torch
 
-__all__ = ["KEYS", "Place", "place_of", "run_kernel"]
+__all__ = ["KEYS", "Place", "place_of", "run_kernel", "show_parts_of_einsum"]
 
 # From torch_xla 2.9's aten_xla_type.cpp (`call_fallback_fn`): for some arguments these run on the host.
 _SOMETIMES_ON_HOST = {
@@ -70,3 +72,18 @@ def place_of(func: Any) -> Place:
 def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on XLA tensors, past the dispatch modes, which see the operations that it calls."""
     return func.redispatch(KEYS, *args, **kwargs)
+
+
+@functools.cache
+def show_parts_of_einsum() -> torch.library.Library:
+    """Let `torch.einsum` call the products that it consists of, so that dispatch modes see them.
+
+    Torch_xla's own has a gradient of its own and calls no operation. Returns what must live as long as this holds.
+    """
+    einsum: Any = torch.ops.aten.einsum.default
+    parts = functools.partial(einsum._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        library.impl("einsum", parts, "AutogradXLA", allow_override=True)  # type: ignore[no-untyped-call]
+    return library

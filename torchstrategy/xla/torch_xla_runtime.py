@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.xla.interface import TpuRuntime
+from torchstrategy.xla.kernels import show_parts_of_einsum
 
 __all__ = ["TorchXlaRuntime"]
 
@@ -77,6 +78,7 @@ class TorchXlaRuntime(TpuRuntime):
             self._join_processes(local_rank, local_size, num_processes)
         elif not self._runtime.is_spmd():
             self._runtime.use_spmd()
+        show_parts_of_einsum()
         self._touch_devices()
         self._is_spmd, self._num_processes = spmd, num_processes
 
