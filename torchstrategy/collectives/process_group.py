@@ -174,6 +174,7 @@ class WorkerGroup:
         self.watch.position = f"in {where}"
         head = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode() + b"\n"
         body = head + data if data else head
+        self._checker(operation)()
         receive = self._guarded(operation, lambda check: self._records.start(body, check))
         self.watch.position = f"after the start of {where}"
 
@@ -336,10 +337,8 @@ class WorkerGroup:
         return b"".join(to_bytes(tensors[i]) for _, indices in groups for i in indices)
 
     def _guarded(self, operation: str, act: Callable[[Check], _Result]) -> _Result:
-        check = self._checker(operation)
-        check()
         try:
-            return act(check)
+            return act(self._checker(operation))
         except ConnectionError as error:
             self._raise_lost(operation, error)
         except BaseException:
