@@ -1,5 +1,6 @@
 """The number of compiled programs, and the warnings of loops that keep compiling."""
 
+import functools
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.spmd import compilations
+from torchstrategy.xla import graph
 
 TOO_MANY = compilations._TOO_MANY
 
@@ -195,6 +197,24 @@ def test_arguments_are_called_what_the_function_calls_them():
     text = str(warning.message)
     assert f"`batch['x']` from ({last - 1},) float32 to ({last},) float32" in text
     assert f"`batch['y']` from [(2,) float32, ({last - 1},) float32] to [(2,) float32, ({last},) float32]" in text
+
+
+def test_a_named_function_is_counted_and_shown_by_its_name():
+    watch = compilations.Compilations(CountingRuntime())
+
+    def step(mode, batch):
+        return mode, batch
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(TOO_MANY):
+            for mode in ("train", "test") if number < TOO_MANY - 1 else ("train",):
+                watch.note(graph.named(functools.partial(step, mode), f"Net.{mode}"), ((torch.ones(number),), {}))
+                watch._runtime.compiled += 1
+                watch.look()
+    (warning,) = told
+    assert f"`Net.train` was compiled {TOO_MANY} times" in str(warning.message)
+    assert f"`batch` from ({TOO_MANY - 2},) float32" in str(warning.message)
 
 
 def test_compilations_now_and_then_are_not_warned_of():

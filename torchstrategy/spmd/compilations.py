@@ -206,9 +206,9 @@ def _plain(fn: Any) -> Any:
 def _code(fn: Any) -> Any:
     """Return what functions that are made anew for each step have in common."""
     plain = _plain(fn)
-    return getattr(plain, "__code__", None) or type(plain)
+    return graph.name_of(fn) or getattr(plain, "__code__", None) or type(plain)
 
 
 def _name(fn: Any) -> str:
     plain = _plain(fn)
-    return getattr(plain, "__qualname__", type(plain).__name__).rpartition("<locals>.")[2]
+    return graph.name_of(fn) or getattr(plain, "__qualname__", type(plain).__name__).rpartition("<locals>.")[2]

@@ -145,7 +145,7 @@ class StepLoop:
         if trainer.jit_compile and not self._is_xla:  # which compiles all of an execution in any case
             run = functions.function(run, jit_compile=True)
         # Not arguments, in which run would look for values that differ between replicas.
-        fn = functools.partial(
+        work = functools.partial(
             run_windows,
             step=_step_of(model, mode),
             prepare=self._prepare if mode == "train" else None,
@@ -158,6 +158,7 @@ class StepLoop:
                 labels_on_host=self._labels(windows[0][0]) if self._is_first and mode != "predict" else (),
             ),
         )
+        fn = graph.named(work, f"{type(model).__name__}.{mode}_step")
         is_first, self._is_first = self._is_first, False
         with graph.one_graph():
             if mode == "predict":  # each step's outputs are needed

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torchstrategy.xla.runtime import TpuRuntime
 
-__all__ = ["cut", "in_function", "number", "one_graph"]
+__all__ = ["cut", "in_function", "name_of", "named", "number", "one_graph"]
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_NAME = "_ts_program"
 
 
 class _Thread(threading.local):
@@ -28,6 +32,17 @@ def in_function() -> bool:
 def number() -> int:
     """Return which of this thread's functions runs, counted from 1, or ran last; functions in functions don't count."""
     return _thread.number
+
+
+def named(fn: _Function, name: str) -> _Function:
+    """Let compilations of a function, such as ``functools.partial`` makes, be counted and shown by a name."""
+    setattr(fn, _NAME, name)
+    return fn
+
+
+def name_of(fn: Callable[..., object]) -> str | None:
+    """Return the name that ``named`` gave."""
+    return getattr(fn, _NAME, None)
 
 
 def cut(runtime: TpuRuntime, after: Callable[[], None] = lambda: None) -> None:
