@@ -1,5 +1,7 @@
 """N replicas on XLA devices train as N replicas on the CPU do, whatever the model, optimizer and batch sizes."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -198,13 +200,13 @@ def test_frozen_unused_and_tied_parameters(xla_process):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.lstm = nn.LSTM(2, 4, batch_first=True)
-        self.output = nn.Linear(4, 3)
+        self.recurrent = getattr(nn, kind)(2, 4, num_layers=2, batch_first=True, bidirectional=True)
+        self.output = nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.output(self.lstm(x.reshape(-1, 2, 2))[0][:, -1])
+        return self.output(self.recurrent(x.reshape(-1, 2, 2))[0][:, -1])
 
 
 class Parametrized(nn.Module):
@@ -262,8 +264,50 @@ def test_kinds_of_models(xla_process, make_model):
     check_same(xla_process, train, make_model, [8, 8, 5])
 
 
-def test_recurrent_model(xla_process):
-    check_same(xla_process, train, Recurrent, [8, 8, 7])  # XLA has no recurrent layer for an empty share
+class WithoutExamples(nn.Module):
+    """Layers that XLA can't compute for an empty share, or whose gradient it forgets."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x):
+        hidden = F.glu(self.first(x))
+        hidden = hidden.gather(1, hidden.detach().argsort(1))
+        hidden = torch.zeros_like(hidden).scatter_add(1, hidden.detach().argsort(1), hidden)
+        return self.norm(torch.cat([part * 2 for part in hidden.unsafe_chunk(3, 1)], 1))
+
+
+def test_layers_of_replicas_without_examples(xla_process):
+    check_same(xla_process, train, WithoutExamples, [8, 8, 3, 1])
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv3d(1, 3, 1)
+
+    def forward(self, x):
+        return F.max_pool3d(self.first(x.reshape(-1, 1, 1, 2, 2)), (1, 2, 2)).flatten(1)
+
+
+def test_pooling_in_three_dimensions(xla_process):
+    check_same(xla_process, train, Pooled, [8, 8, 3])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_model(xla_process, kind):
+    check_same(xla_process, train, functools.partial(Recurrent, kind), [8, 8, 7, 3])  # one share of 3 is empty
+
+
+def test_modules_are_torchs(xla_process):
+    """Torch_xla puts some of its own there, which a host without it can't load."""
+    assert xla_process(4).run(class_of_gru) == "torch.nn.modules.rnn"
+
+
+def class_of_gru():
+    return type(nn.GRU(2, 3)).__module__
 
 
 def optimizer_outside(strategy):

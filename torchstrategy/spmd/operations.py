@@ -31,7 +31,7 @@ from torchstrategy.xla.kernels import Place, place_of, run_kernel
 if TYPE_CHECKING:
     from torchstrategy.spmd.region import Region
 
-__all__ = ["HANDLERS", "NUMBERS", "TENSOR_PLACES", "WRITERS", "Handler", "handler_of"]
+__all__ = ["COMPUTATIONS", "HANDLERS", "NUMBERS", "TENSOR_PLACES", "WRITERS", "Handler", "handler_of"]
 
 Handler = Callable[["Region", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -39,6 +39,8 @@ Handler = Callable[["Region", Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[int, Handler | None] = {}
 #: What handles operations that write to their arguments, which must be the program's own.
 WRITERS: set[Handler | None] = {run_batch_norm}
+#: What only computes: nothing but its results depends on it.
+COMPUTATIONS: set[Handler | None] = {None}
 #: By the same ``id``: the positions of arguments that are tensors, or numbers in their places, if there are several.
 TENSOR_PLACES: dict[int, tuple[int, ...]] = {}
 NUMBERS = {bool, int, float, complex}
@@ -62,8 +64,8 @@ def _decide(func: Any) -> Handler | None:
         return refuse_distributed
     if any(argument.name == "device" for argument in func._schema.arguments):
         return _run_creation
-    if not func._schema.returns or func.overloadpacket.__name__ == "result_type":
-        return None  # they read no values
+    if not func._schema.returns or func.namespace == "prim" or func.overloadpacket.__name__ == "result_type":
+        return None  # they read no values, such as `prim.device`
     place = place_of(func)
     if place is Place.HOST:
         return _run_decomposed if func in torch._decomp.decomposition_table else _refuse_on_device
@@ -311,6 +313,7 @@ _NAMED: dict[str, Handler] = {
     "linalg_vector_norm": _run_norm,
     "norm": _run_norm,
     **dict.fromkeys(("huber_loss_backward", "soft_margin_loss", "soft_margin_loss_backward"), _run_loss),
+    "_pack_padded_sequence": _refuse_on_device,  # its kernel copies the lengths to the host
     "elu_backward": _run_elu_backward,
     "embedding": _run_embedding,
     **dict.fromkeys(("index_select", "index_copy", "index_add", "index_fill"), _run_by_index),
@@ -318,4 +321,5 @@ _NAMED: dict[str, Handler] = {
     "_weight_norm_interface_backward": _run_weight_norm,
     "copy": _run_mutation,
 }
+COMPUTATIONS |= {_run_carefully, _run_index, _run_by_index}
 _OVERLOADS: dict[str, Handler] = {"repeat_interleave.Tensor": refuse_dynamic_shape}

@@ -26,6 +26,8 @@ from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
+from torchstrategy.spmd.empty_shares import make_region
+from torchstrategy.spmd.groups import shares_of
 from torchstrategy.spmd.region import Region
 from torchstrategy.spmd.steps import prepare_step
 from torchstrategy.xla.runtime import TpuRuntime
@@ -73,12 +75,15 @@ class ProcessHosting(DirectHosting):
     ) -> None:
         super().__init__(strategy, placement, workers, record, prepare)
         self._runtime = runtime
+        self._replica_id = placement.local_replica_ids[0]
         self._region: Region | None = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
-        outer, self._region = self._region, Region(self._runtime, 1)
-        region = self._region
+        shares = shares_of(calls[0])
+        is_empty = len(shares) == 1 and not shares[0].shares[self._replica_id]
+        region = make_region(self._runtime, 1, is_empty=is_empty)
+        outer, self._region = self._region, region
         try:
             # Without autograd's threads, so that the region sees the backward pass, too.
             with torch.autograd.set_multithreading_enabled(False):

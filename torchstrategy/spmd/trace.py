@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from torchstrategy.spmd.empty_shares import make_region
 from torchstrategy.spmd.groups import Groups
 from torchstrategy.spmd.region import Region
 from torchstrategy.xla.runtime import TpuRuntime
@@ -25,7 +26,10 @@ class Trace:
     def __init__(self, runtime: TpuRuntime, groups: Groups, had_examples: Sequence[bool]) -> None:
         self.groups = groups
         self.had_examples = list(had_examples)
-        self.regions = [Region(runtime, len(groups.group_of)) for _ in range(groups.count)]
+        self.regions = [
+            make_region(runtime, len(groups.group_of), is_empty=not self.had_examples[groups.first_member(group)])
+            for group in range(groups.count)
+        ]
         self.runtime = runtime
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["KEYS", "Place", "place_of", "run_kernel", "show_parts_of_einsum"]
+__all__ = ["KEYS", "Place", "place_of", "run_kernel", "show_parts"]
 
 # From torch_xla 2.9's aten_xla_type.cpp (`call_fallback_fn`): for some arguments these run on the host.
 _SOMETIMES_ON_HOST = {
@@ -75,15 +75,16 @@ def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def show_parts_of_einsum() -> torch.library.Library:
-    """Let `torch.einsum` call the products that it consists of, so that dispatch modes see them.
+def show_parts() -> torch.library.Library:
+    """Let `torch.einsum` and `max_pool3d` call the operations that they consist of, so that dispatch modes see them.
 
-    Torch_xla's own has a gradient of its own and calls no operation. Returns what must live as long as this holds.
+    Torch_xla's own have gradients of their own and call none. Returns what must live as long as this holds.
     """
-    einsum: Any = torch.ops.aten.einsum.default
-    parts = functools.partial(einsum._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced
-        library.impl("einsum", parts, "AutogradXLA", allow_override=True)  # type: ignore[no-untyped-call]
+        for name in ("einsum", "max_pool3d"):
+            operation: Any = getattr(torch.ops.aten, name).default
+            parts = functools.partial(operation._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+            library.impl(name, parts, "AutogradXLA", allow_override=True)  # type: ignore[no-untyped-call]
     return library

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.xla.interface import TpuRuntime
-from torchstrategy.xla.kernels import show_parts_of_einsum
+from torchstrategy.xla.kernels import show_parts
 
 __all__ = ["TorchXlaRuntime"]
 
@@ -42,6 +42,8 @@ class TorchXlaRuntime(TpuRuntime):
         import torch_xla.distributed.spmd as spmd
         import torch_xla.runtime as runtime
 
+        # Torch_xla puts a GRU of its own there, which no mode sees, and which a host without torch_xla can't load.
+        torch.nn.GRU = getattr(torch.nn.GRU, "_orig", torch.nn.GRU)  # type: ignore[misc]
         self._xla: Any = torch_xla
         self._native: Any = torch_xla._XLAC
         self._model: Any = xla_model
@@ -78,7 +80,7 @@ class TorchXlaRuntime(TpuRuntime):
             self._join_processes(local_rank, local_size, num_processes)
         elif not self._runtime.is_spmd():
             self._runtime.use_spmd()
-        show_parts_of_einsum()
+        show_parts()
         self._touch_devices()
         self._is_spmd, self._num_processes = spmd, num_processes
 
