@@ -327,3 +327,18 @@ def test_closing_does_not_wait_for_ever(make_worker, caplog):
     worker.service.close()
     assert "stops while a function runs" in caplog.text
     gate.is_open.set()
+
+
+def test_closing_knows_of_functions_whose_connection_is_just_being_lost(make_worker):
+    gate, closing = Gate(), Gate()
+    worker = make_worker(gate=gate)
+    worker.run("gate")
+    assert gate.is_inside.wait(WAIT_S)
+    worker.benches[0].close = lambda: closing(None)  # takes its time
+    loser = threading.Thread(target=worker.service.lost, args=(worker.session,))
+    loser.start()
+    assert closing.is_inside.wait(WAIT_S)
+    assert worker.service.close() is False  # the interpreter must not end while the function runs
+    closing.is_open.set()
+    gate.is_open.set()
+    loser.join(WAIT_S)

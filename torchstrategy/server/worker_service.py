@@ -85,8 +85,10 @@ class WorkerService:
         """Drop what a connection had asked for."""
         with self._lock:
             assignment = self._assignments.pop(session.id, None)
-        if assignment is not None:
-            self._close(assignment)
+            if assignment is None:
+                return
+            self._note_closed([assignment])
+        assignment.close()
 
     def describe(self) -> str:
         """Say what the worker is doing."""
@@ -101,7 +103,9 @@ class WorkerService:
         """
         self._close_all()
         deadline = time.monotonic() + _STOP_S
-        has_ended = all(assignment.join(max(0.0, deadline - time.monotonic())) for assignment in self._closed)
+        with self._lock:
+            closed = self._closed
+        has_ended = all(assignment.join(max(0.0, deadline - time.monotonic())) for assignment in closed)
         if not has_ended:
             logger.warning("%s stops while a function runs.", self._name)
         return has_ended
@@ -115,9 +119,10 @@ class WorkerService:
     def _close_all(self) -> None:
         with self._lock:
             assignments, self._assignments = list(self._assignments.values()), {}
+            self._note_closed(assignments)
         for assignment in assignments:
-            self._close(assignment)
+            assignment.close()
 
-    def _close(self, assignment: Assignment) -> None:
-        assignment.close()
-        self._closed = [old for old in (*self._closed, assignment) if not old.join(0.0)]
+    def _note_closed(self, assignments: list[Assignment]) -> None:
+        """Remember, in the same turn in which they are forgotten elsewhere, those whose function may still run."""
+        self._closed = [old for old in self._closed if not old.join(0.0)] + assignments
