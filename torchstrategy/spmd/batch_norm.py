@@ -86,7 +86,4 @@ def run_batch_norm_backward(region: Region, func: Any, args: tuple[Any, ...], kw
             (scaled * (value - mean.reshape(shape))).sum(others) if wanted[1] else None,
             gradient.sum(others) if wanted[2] else None,
         )
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(results, site)
-    return results
+    return region.marked(results, func, args)

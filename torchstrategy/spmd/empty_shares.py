@@ -7,7 +7,7 @@ XLA can't compute some operations on tensors without elements (views by strides,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,15 +47,13 @@ class _EmptyRegion(Region):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
-        empty = [value for value in _tensors(given) if is_on_device(value) and not value.numel()]
+        tensors = [leaf for leaf in tree.all_leaves(given) if isinstance(leaf, Tensor)]
+        empty = [tensor for tensor in tensors if is_on_device(tensor) and not tensor.numel()]
         if empty and (HANDLERS[id(func)] if id(func) in HANDLERS else handler_of(func)) in COMPUTATIONS:
             shapes = _shapes(func, args, kwargs or {})
             if shapes is not None:
                 result = tree.map_leaves(lambda shape: empty[0].new_zeros(shape.shape, dtype=shape.dtype), shapes)
-                site = self.site_if_local(func, given)
-                if site is not None:
-                    self.mark_results(result, site)
-                return result
+                return self.marked(result, func, given)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @override
@@ -103,11 +101,3 @@ def _without_memory(values: Any) -> Any:
         lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf,
         values,
     )
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

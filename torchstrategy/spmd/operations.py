@@ -89,10 +89,7 @@ def _run_decomposed(region: Region, func: Any, args: tuple[Any, ...], kwargs: di
         refuse_host_computation(region.outer_operation or func)
     with region.inside(func, decomposed=True):
         result = torch._decomp.decomposition_table[func](*args, **kwargs)
-    site = region.site_if_local(func, (*args, *kwargs.values()))
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, (*args, *kwargs.values()))
 
 
 def _run_carefully(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,10 +114,7 @@ def _run_creation(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and is_on_device(result) and not any_on_device(args):
         return region.wrap(result)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _run_mutation(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,10 +151,7 @@ def _run_index(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[st
         result = torch.where(mask, args[2].to(device=value.device, dtype=value.dtype).reshape(()), value)
     else:
         result = func(*args, **kwargs)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _run_embedding(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,10 +165,7 @@ def _run_by_index(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict
     """Take or write rows by an index. By one of several results, as of `sort`, torch_xla 2.9 ends the process."""
     place = 1 if func.overloadpacket.__name__ == "embedding" else 2
     result = func(*args[:place], args[place] * 1, *args[place + 1 :], **kwargs)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _run_elu_backward(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,10 +176,7 @@ def _run_elu_backward(region: Region, func: Any, args: tuple[Any, ...], kwargs: 
     factor = alpha * scale
     slope = value + factor if is_result else factor * torch.exp((value * input_scale).clamp(max=0))
     result = gradient * torch.where(value <= 0, slope * input_scale, scale).to(gradient.dtype)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _run_norm(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,10 +190,7 @@ def _run_norm(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str
     absolute = value.abs() if kwargs.get("dtype") is None else value.to(kwargs["dtype"]).abs()
     dims = dims or list(range(value.dim()))
     result = absolute.amax(dims, keepdim) if order > 0 else absolute.amin(dims, keepdim)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _run_weight_norm(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,10 +205,7 @@ def _run_weight_norm(region: Region, func: Any, args: tuple[Any, ...], kwargs: d
         gradient, v, g, norm, dim = args
         along = (gradient * v).sum([i for i in range(v.dim()) if i != dim], keepdim=True)
         result = (g / norm * (gradient - v * (along / (norm * norm))), along / norm)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _run_with_indices(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,10 +214,7 @@ def _run_with_indices(region: Region, func: Any, args: tuple[Any, ...], kwargs: 
     if not is_on_device(args[0]):
         return results
     results = (results[0], as_int64(results[1]))
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(results, site)
-    return results
+    return region.marked(results, func, args)
 
 
 def _run_cumulative(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,10 +232,7 @@ def _run_cumulative(region: Region, func: Any, args: tuple[Any, ...], kwargs: di
     places = constant(region, value, places.reshape(-1, *(1,) * (value.dim() - 1 - dim % max(1, value.dim()))))
     is_best = (value == best) | value.isnan()
     where = _running_maximum(region, func, torch.where(is_best, places, 0).reshape(value.shape), dim)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results((best, where), site)
-    return best, where
+    return region.marked((best, where), func, args)
 
 
 def _running_maximum(region: Region, func: Any, value: Tensor, dim: int) -> Tensor:
@@ -287,10 +260,7 @@ def _run_loss(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str
         result = gradient * result / (value.numel() if reduction == _MEAN else 1)
     elif reduction:
         result = result.mean() if reduction == _MEAN else result.sum()
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 #: How torch passes `reduction="mean"` to operations.

@@ -144,6 +144,13 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return where an operation was called if its results are local."""
         return find_site(func) if any_local(values) else None
 
+    def marked(self, results: Any, func: Any, values: Iterable[Any]) -> Any:
+        """Return an operation's results, marked as local if it was computed from a local value."""
+        site = self.site_if_local(func, values)
+        if site is not None:
+            self.mark_results(results, site)
+        return results
+
     def mark_results(self, results: Any, site: Any) -> None:
         """Make every tensor that an operation returned local."""
         if not isinstance(site, Site):

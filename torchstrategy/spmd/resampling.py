@@ -41,10 +41,7 @@ def run_resampling(region: Region, func: Any, args: tuple[Any, ...], kwargs: dic
         refuse_host_computation(func)
     run = _interpolate if name in INTERPOLATIONS else _average if name in AVERAGES else _maximum
     result = run(region, func, name, args)
-    site = region.site_if_local(func, args)
-    if site is not None:
-        region.mark_results(result, site)
-    return result
+    return region.marked(result, func, args)
 
 
 def _interpolate(region: Region, _func: Any, name: str, args: tuple[Any, ...]) -> Any:
