@@ -5,29 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fit_turns import Turns, load_images, make_loader, make_model, read_options
+from fit_turns import ENDLESS, Turns, load_images, make_clock, make_loader, make_model, read_options
 
 import torchstrategy as ts
-
-ENDLESS = 10**9
-
-
-class Clock(ts.callbacks.Callback):
-    """Begins an epoch when it is this side's turn."""
-
-    def __init__(self, turns: Turns) -> None:
-        super().__init__()
-        self.turns = turns
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Wait for the turn."""
-        del epoch, logs
-        self.turns.begin()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the time."""
-        del epoch
-        self.turns.end((logs or {})["loss"])
 
 
 def main() -> None:
@@ -40,7 +20,7 @@ def main() -> None:
         torch.nn.CrossEntropyLoss(),
         metrics=["accuracy"],
     )
-    how = {"epochs": ENDLESS, "verbose": 0, "callbacks": [Clock(turns)]}
+    how = {"epochs": ENDLESS, "verbose": 0, "callbacks": [make_clock(ts.callbacks.Callback, turns)]}
     if options["input"] == "arrays":
         model.fit(*load_images(options).tensors, batch_size=options["batch_size"], **how)
     else:

@@ -18,6 +18,8 @@ from datasets import load_slice
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+ENDLESS = 10**9
+
 
 def read_options() -> dict[str, Any]:
     """Return the options of the command line, with torch's threads and seed set to theirs."""
@@ -62,3 +64,25 @@ class Turns:
     def end(self, loss: float) -> None:
         """Tell the seconds since ``begin``, and the loss that the framework shows for the epoch."""
         print(json.dumps({"seconds": time.perf_counter() - self._started, "loss": float(loss)}), flush=True)
+
+
+def make_clock(callback: type[Any], turns: Turns) -> Any:
+    """Return a callback that keeps the turns, for this library's ``fit`` and for Keras', which call it in one way.
+
+    Args:
+        callback: the framework's base class of callbacks.
+        turns: this side's.
+    """
+
+    class Clock(callback):  # type: ignore[misc]
+        def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+            """Wait for the turn."""
+            del epoch, logs
+            turns.begin()
+
+        def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+            """Tell the time."""
+            del epoch
+            turns.end((logs or {})["loss"])
+
+    return Clock()

@@ -10,27 +10,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import keras
 import torch
-from fit_turns import Turns, load_images, make_loader, make_model, read_options
-
-ENDLESS = 10**9
-
-
-class Clock(keras.callbacks.Callback):
-    """Begins an epoch when it is this side's turn."""
-
-    def __init__(self, turns: Turns) -> None:
-        super().__init__()
-        self.turns = turns
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Wait for the turn."""
-        del epoch, logs
-        self.turns.begin()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the time."""
-        del epoch
-        self.turns.end((logs or {})["loss"])
+from fit_turns import ENDLESS, Turns, load_images, make_clock, make_loader, make_model, read_options
 
 
 def main() -> None:
@@ -44,7 +24,7 @@ def main() -> None:
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    how = {"epochs": ENDLESS, "verbose": 0, "callbacks": [Clock(turns)]}
+    how = {"epochs": ENDLESS, "verbose": 0, "callbacks": [make_clock(keras.callbacks.Callback, turns)]}
     if options["input"] == "arrays":
         images, labels = (tensor.numpy() for tensor in load_images(options).tensors)
         model.fit(images, labels, batch_size=options["batch_size"], **how)
