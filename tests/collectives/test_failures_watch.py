@@ -113,9 +113,15 @@ def test_a_failure_of_all_is_outlived_again_and_again(watches):
 def test_ranks_behind_one_that_does_not_answer_are_not_blamed(watches):
     ranks = watches((0, 0, 1, 1))
     deaf = ranks[2]._plane
-    blocked = threading.Event()
-    deaf._find_silent = lambda now: blocked.wait(30)  # the first rank of the second host passes nothing on
+    reached, blocked = threading.Event(), threading.Event()
+
+    def pass_nothing_on(now):  # as the first rank of the second host would, stopped
+        reached.set()
+        blocked.wait(30)
+
+    deaf._find_silent = pass_nothing_on
     deaf._wake()
+    assert reached.wait(30)  # else it may answer for itself first
     try:
         text = ranks[1].where_is_everyone()
     finally:
