@@ -29,6 +29,7 @@ from torchstrategy.errors import InvalidArgumentError, NotFoundError, Unimplemen
 from torchstrategy.parameter_server.layout import Placer
 from torchstrategy.parameter_server.optimizer_updates import attributes_of
 from torchstrategy.parameter_server.partitioners import FixedShardsPartitioner
+from torchstrategy.training.ftrl import Ftrl
 
 SHAPES = [(7, 4), (5,), (), (2, 3, 2), (0, 3)]
 
@@ -163,6 +164,7 @@ OPTIMIZERS = {
     "Adamax": lambda p: Adamax(p, 0.1),
     "ASGD": lambda p: ASGD(p, 0.1),
     "Rprop": lambda p: Rprop(p, 0.1),
+    "Ftrl": lambda p: Ftrl(p, 0.1, l1_regularization_strength=0.2, beta=0.5),
     "a user's": lambda p: Decayed(p, 0.1, power=0.7),
 }
 
@@ -263,6 +265,7 @@ SPARSE = {
     "SGD momentum": lambda p: SGD(p, 0.1, momentum=0.9),
     "SparseAdam": lambda p: SparseAdam(p, 0.1),
     "Adagrad": lambda p: Adagrad(p, 0.1),
+    "Ftrl": lambda p: Ftrl(p, 0.1),
 }
 
 

@@ -101,7 +101,7 @@ def test_one_made_in_the_scope_belongs_to_the_strategy():
     ("spec", "error", "message"),
     [
         ("adamm", ValueError, "optimizer='adamm' is not known. Did you mean .*'adam'"),
-        ("ftrl", ValueError, "optimizer='ftrl' is not known.*optimizer=functools.partial"),
+        ("lion", ValueError, "optimizer='lion' is not known.*optimizer=functools.partial"),
         (None, TypeError, "optimizer= must be a name, a torch optimizer.*Received: None"),
         (0.1, TypeError, "Received: 0.1 of type float"),
         (lambda params: list(params), TypeError, "must return a torch.optim.Optimizer when"),

@@ -315,6 +315,13 @@ class Odd(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
 
 
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
+def test_an_optimizer_of_this_library(tmp_path, devices):
+    model = make(devices, optimizer="ftrl")
+    model.save(tmp_path / "model.pt")
+    assert isinstance(ts.models.load_model(tmp_path / "model.pt").optimizer, ts.optimizers.Ftrl)
+
+
 def test_an_optimizer_that_can_not_be_made_again(tmp_path):
     model = ts.Model(nn.Linear(3, 1))
     model.compile(Odd(model.parameters(), 1), "mse")

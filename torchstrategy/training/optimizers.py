@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.names import find
 from torchstrategy.replicas.mirrored import resolve
+from torchstrategy.training.ftrl import Ftrl
 
 __all__ = ["check_takes_no_closure", "get", "make_optimizer"]
 
@@ -24,6 +25,7 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.001, "eps": 1e-7}),
     "adamax": (torch.optim.Adamax, {"lr": 0.001, "eps": 1e-7}),
     "adamw": (torch.optim.AdamW, {"lr": 0.001, "weight_decay": 0.004, "eps": 1e-7}),
+    "ftrl": (Ftrl, {}),
     # Keras' momentum is 0.96 ** step, torch's 0.96 ** (step * momentum_decay).
     "nadam": (torch.optim.NAdam, {"lr": 0.001, "eps": 1e-7, "momentum_decay": 1.0}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.001, "alpha": 0.9, "eps": 1e-7}),
@@ -40,8 +42,9 @@ def get(identifier: Any, **hyper_parameters: Any) -> Callable[[Iterable[Tensor]]
 
     Args:
         identifier: one of tf.keras' names in any letter case: ``"adadelta"``, ``"adafactor"``, ``"adagrad"``,
-            ``"adam"``, ``"adamax"``, ``"adamw"``, ``"nadam"``, ``"rmsprop"`` or ``"sgd"``. It is torch's optimizer of
-            that name with tf.keras' defaults. Or a class or a function that makes an optimizer for parameters.
+            ``"adam"``, ``"adamax"``, ``"adamw"``, ``"ftrl"``, ``"nadam"``, ``"rmsprop"`` or ``"sgd"``. It is torch's
+            optimizer of that name with tf.keras' defaults, or ``Ftrl``. Or a class or a function that makes an
+            optimizer for parameters.
         hyper_parameters: torch's keyword arguments, such as ``lr``.
 
     Returns:

@@ -35,7 +35,7 @@ from torchstrategy.training.weight_files import (
     write_as_one,
 )
 
-__all__ = ["load_model", "load_weights", "save_model", "save_weights"]
+__all__ = ["load_model", "load_weights", "plain_class", "save_model", "save_weights"]
 
 _Path = str | os.PathLike[str]
 _VERSION = 1
@@ -168,13 +168,18 @@ def _arguments_of(body: nn.Module, trainer: Trainer) -> dict[str, Any]:
     optimizer = bodies(trainer.optimizer)[0]
     names = {id(parameter): name for name, parameter in body.named_parameters()}
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    settings = {"class": _plain_class(type(optimizer)), "groups": groups, "defaults": dict(optimizer.defaults)}
+    settings = {"class": plain_class(type(optimizer)), "groups": groups, "defaults": dict(optimizer.defaults)}
     return {**trainer.arguments, "optimizer": settings}
 
 
-def _plain_class(cls: type) -> type:
+def plain_class(cls: type) -> type:
     """Return a class without what strategies have mixed in."""
-    return next(c for c in cls.__mro__ if not any(b.__module__.startswith("torchstrategy.") for b in c.__mro__))
+    return next(c for c in cls.__mro__ if not any(_is_mixed_in(b) for b in c.__mro__))
+
+
+def _is_mixed_in(cls: type) -> bool:
+    """Say whether a class is a strategy's; the library's own optimizers are beside this module."""
+    return cls.__module__.startswith("torchstrategy.") and not cls.__module__.startswith("torchstrategy.training.")
 
 
 def _read(file: str) -> dict[str, Any]:
