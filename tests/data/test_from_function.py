@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -180,6 +181,15 @@ def test_a_rank_without_any_data_gets_empty_batches_of_the_others_structure():
     none = ((0, 3), [], None, [])
     assert run_ranks(3, read_rank) == [((2, 3), ["a", "b"], None, [1, 1]), none, none]
     assert run_ranks(2, lambda p, w: list(distribute_from_function(lambda _: [], p, w))) == [[], []]
+
+
+def test_a_rank_without_any_data_gets_empty_arrays_of_strings():
+    def read_rank(placement, workers):
+        data = [{"names": np.array([["a", "b"]])}] if workers.rank == 0 else []
+        (element,) = distribute_from_function(lambda _: data, placement, workers)
+        return element["names"].shape
+
+    assert run_ranks(2, read_rank) == [(1, 2), (0, 2)]
 
 
 @dataclasses.dataclass

@@ -242,6 +242,8 @@ def blank_leaf(kind: str, sizes: Sequence[int] | None) -> Any:
         return _Strings()
     if kind == "NoneType":
         return None
+    if kind == "ndarray":  # of strings or other objects: numbers are tensors
+        return np.empty((0, *(sizes or ())), dtype=object)
     dtype = getattr(torch, kind.partition(" ")[0], None)
     if sizes is None or not isinstance(dtype, torch.dtype) or " tensor of 0 " in kind:
         return NotImplemented
