@@ -62,6 +62,8 @@ class Strategy:
     _is_multi_worker = False
     #: Whether variables may be larger than this process's memory.
     _keeps_values_elsewhere = False
+    #: Whether no optimizer of a replica function may update values of this process.
+    _updates_elsewhere = False
 
     def __init__(
         self,
@@ -551,6 +553,9 @@ class Strategy:
 
     def _after_adoption(self) -> None:
         """Do what a strategy does with objects that were taken up; for subclasses."""
+
+    def _before_capture(self) -> None:
+        """Bring what this process holds up to date before a checkpoint captures it; for subclasses."""
 
     def _refresh_owned(self) -> None:
         """Look again at which parameters the recorded modules have."""

@@ -18,7 +18,7 @@ from torchstrategy.parameter_server.service import ParameterService
 from torchstrategy.transport.messages import Message
 
 KINDS = ["create", "pull", "rows", "update", "scatter", "read", "write", "push", "state", "load_state"]
-SESSION = SimpleNamespace(id="s", is_valid=True)
+SESSION = SimpleNamespace(id="s", is_valid=True, role="coordinator")
 
 
 def make_service():
@@ -173,7 +173,7 @@ def test_a_new_coordinator_begins_anew():
 def test_lost_clients_leave_no_snapshots():
     service = make_service()
     service.tensor(SESSION, Message("read", {"parts": [[0, 0, 0, 4]]}))
-    other = SimpleNamespace(id="t", is_valid=True)
+    other = SimpleNamespace(id="t", is_valid=True, role="coordinator")
     service.tensor(other, Message("read", {"parts": [[0, 0, 0, 4]]}))
     service.lost(SESSION)
     with pytest.raises(ValueError, match="from its beginning"):
@@ -186,7 +186,7 @@ def test_definitions_do_not_hold_up_the_control_thread():
     service = make_service()
     release = threading.Event()
     arrived = threading.Event()
-    session = SimpleNamespace(id="s", is_valid=True, reply=lambda number, message: arrived.set())
+    session = SimpleNamespace(id="s", is_valid=True, role="coordinator", reply=lambda number, message: arrived.set())
     _Waits.release = release
     blob = pickle.dumps(_Waits())
     message = Message("optimizer", {"optimizer": 1, "sharded": []}, blobs=(blob,))

@@ -281,6 +281,7 @@ class Checkpoint:
         _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
         strategy = _strategy_of(tracked)
+        strategy._before_capture()
         # What needs all processes comes first: after it they write one after another, and report what went wrong.
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
 

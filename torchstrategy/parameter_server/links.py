@@ -51,6 +51,8 @@ class ServerLink:
     """
 
     peer: Peer
+    #: What to do when the server's variables are gone.
+    remedy = _REMEDY
 
     def __init__(self, index: int, address: str, incarnation: str | None = None) -> None:
         self.address = address
@@ -84,7 +86,7 @@ class ServerLink:
         if self._gone is not None:
             return UnavailableError(f"{self.name} {self._gone.rstrip('.')}.")
         if self._lost is not None:
-            return UnavailableError(f"{self.name} can't be reached: {self._lost.rstrip('.')}. {_REMEDY}")
+            return UnavailableError(f"{self.name} can't be reached: {self._lost.rstrip('.')}. {self.remedy}")
         return None
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -146,7 +148,7 @@ class ServerLink:
         if self.incarnation is None:
             self.incarnation = welcome["server"]
         if welcome["server"] != self.incarnation:
-            self._gone = f"was restarted, and its variables are gone. {_REMEDY}"
+            self._gone = f"was restarted, and its variables are gone. {self.remedy}"
             peer.close()
         self._lost = None
         self.answered.set()

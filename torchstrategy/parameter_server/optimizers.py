@@ -21,7 +21,7 @@ from torchstrategy.parameter_server.optimizer_updates import attributes_of
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.transport.optional import cloudpickle
 
-__all__ = ["OptimizerLink", "hyper_parameters", "make_worker_optimizer", "step_hooks"]
+__all__ = ["BindingOf", "OptimizerLink", "hyper_parameters", "is_plain", "make_worker_optimizer", "step_hooks"]
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 BindingOf = Callable[[Tensor], "Binding | None"]
@@ -189,7 +189,7 @@ class OptimizerLink:
         if self._is_on_worker:
             self._sent = hyper_parameters(optimizer)
             self._hyper_of_step = [
-                {name: value for name, value in group.items() if _is_plain(value)} for group in self._sent
+                {name: value for name, value in group.items() if is_plain(value)} for group in self._sent
             ]
 
         def step(self: Any, closure: Any = None) -> Any:  # noqa: ARG001 - a method, which schedulers ask it to be
@@ -231,10 +231,10 @@ def step_hooks(optimizer: Optimizer) -> dict[str, Any]:
     return {name: OrderedDict(vars(optimizer)[name]) for name in _STEP_HOOKS if vars(optimizer).get(name)}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Say whether JSON gives a value back as it is, but for tuples; others come by ``set_hyper``."""
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 

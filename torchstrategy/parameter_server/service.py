@@ -19,6 +19,7 @@ On control connections, which are encrypted, because what they bring is unpickle
 
 - ``optimizer`` ``optimizer``, ``sharded [variable]``, blob: see ``Definition.load``
 - ``hyper`` ``optimizer``, blob: a pickled list of dicts
+- those of ``sharing_service``, of tasks that have no coordinator
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torchstrategy.errors import NotFoundError
 from torchstrategy.parameter_server.links import set_default_dtype
 from torchstrategy.parameter_server.optimizer_states import pack_state, unpack_state
 from torchstrategy.parameter_server.optimizer_updates import Definition, Gradient, ServedOptimizer
+from torchstrategy.parameter_server.sharing_service import CHIEF, SHARING_ROLES, SharedTraining
 from torchstrategy.parameter_server.store import Key, ParameterStore
 from torchstrategy.transport.messages import Message
 from torchstrategy.transport.replies import error_message
@@ -63,6 +65,8 @@ class ParameterService:
 
     def __init__(self) -> None:
         self._held = _Held()
+        #: Of tasks that share variables without a coordinator.
+        self.training = SharedTraining()
         self._answers: dict[str, Callable[[_Held, Session, Message], Message]] = {
             "create": _create,
             "pull": _pull,
@@ -79,11 +83,14 @@ class ParameterService:
     def superseded(self, incarnation: int) -> None:  # noqa: ARG002
         """Begin anew for a newer coordinator."""
         self._held = _Held()
+        self.training = SharedTraining()
 
     def admit(self, hello: dict[str, Any]) -> dict[str, Any]:
-        """Welcome any client that the listener has let through; the coordinator brings the default dtype."""
-        if hello.get("role") == "coordinator":
+        """Welcome any client that the listener has let through; the coordinator, or chief, brings the default dtype."""
+        if hello.get("role") in ("coordinator", CHIEF):
             set_default_dtype(hello.get("dtype", "float32"))
+        if hello.get("role") in SHARING_ROLES:
+            self.training.joined(hello)
         return {"job": "ps"}
 
     def tensor(self, session: Session, message: Message) -> Message:
@@ -95,7 +102,10 @@ class ParameterService:
         answer = self._answers.get(message.kind)
         if answer is None:
             raise ValueError(f"A parameter server knows no request {message.kind!r}.")
-        return answer(self._held, session, message)
+        held = self._held  # before the check: a training may begin after it
+        if session.role in SHARING_ROLES:
+            self.training.check(session)
+        return answer(held, session, message)
 
     def control(self, session: Session, message: Message) -> Message | None:
         """Answer later, because unpickling a definition may import packages for seconds.
@@ -103,6 +113,10 @@ class ParameterService:
         Raises:
             ValueError: there is no such request.
         """
+        if session.role in SHARING_ROLES:
+            shared = self._control_shared(session, message)
+            if shared is not None:
+                return shared
         answer = {"optimizer": _define, "hyper": _set_hyper}.get(message.kind)
         if answer is None:
             raise ValueError(f"A parameter server knows no control request {message.kind!r}.")
@@ -119,8 +133,20 @@ class ParameterService:
         threading.Thread(target=reply, name=f"ps-{message.kind}", daemon=True).start()
         return None
 
+    def _control_shared(self, session: Session, message: Message) -> Message | None:
+        if message.kind == "begin":
+            self.training.begin(session, message.fields.get("number"))
+            self._held = _Held()
+            return Message("ok", {})
+        answer = self.training.control(session, message)
+        if answer is None:
+            self.training.check(session)
+        return answer
+
     def lost(self, session: Session) -> None:
         """Let go of what a client was reading."""
+        if session.role in SHARING_ROLES:
+            self.training.left(session)
         snapshots = self._held.snapshots
         for owner, key in list(snapshots):
             if owner == session.id:
