@@ -17,7 +17,7 @@ LAYERS = [
     {"collectives", "data", "transport"},
     {"replicas"},
     {"gradients", "parameter_server"},
-    {"optimizer_hooks", "host_updates", "replica_context", "scope", "extended", "replica_values"},
+    {"optimizer_hooks", "host_updates", "shared_updates", "replica_context", "scope", "extended", "replica_values"},
     {"strategy", "spmd"},
     {"strategies"},
     {"nn", "losses"},
@@ -31,9 +31,10 @@ LAYERS = [
         "server",
         "coordinator",
     },
-    {"testing", "callbacks"},
+    {"testing", "callbacks", "feature_column"},
     {"training"},
-    {"experimental", "train", "config", "utils", "cli", "models", "optimizers", "tpu"},
+    {"estimator"},
+    {"compat", "experimental", "train", "config", "utils", "cli", "models", "optimizers", "tpu"},
     {"__init__", "__main__"},
 ]
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}

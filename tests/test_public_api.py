@@ -18,14 +18,21 @@ MODULES = [
     "torchstrategy",
     "torchstrategy.callbacks",
     "torchstrategy.cluster_resolver",
+    "torchstrategy.compat.v1.distribute",
+    "torchstrategy.compat.v1.distribute.experimental",
+    "torchstrategy.compat.v1.train",
     "torchstrategy.config",
     "torchstrategy.coordinator",
     "torchstrategy.data",
     "torchstrategy.data.experimental",
     "torchstrategy.data.readers",
     "torchstrategy.errors",
+    "torchstrategy.estimator",
+    "torchstrategy.estimator.experimental",
+    "torchstrategy.estimator.export",
     "torchstrategy.experimental",
     "torchstrategy.experimental.partitioners",
+    "torchstrategy.feature_column",
     "torchstrategy.losses",
     "torchstrategy.metrics",
     "torchstrategy.models",
@@ -94,7 +101,8 @@ def _signature(function):
     signature = inspect.signature(function)
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-    return re.sub(r"<(\w+\.\w+): [^>]+>", r"\1", text)  # enum members
+    text = re.sub(r"<(\w+\.\w+): [^>]+>", r"\1", text)  # enum members
+    return re.sub(r"<([^<>]+?)(?: of type object)? at 0x\w+>", r"<\1>", text)  # functions and sentinels
 
 
 def test_public_names_and_signatures():

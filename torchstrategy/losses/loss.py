@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchstrategy import errors
 from torchstrategy.losses.arguments import as_tensor
+from torchstrategy.losses.torch_losses import means_are_meant
 from torchstrategy.strategies.default import get_strategy, has_strategy
 
 __all__ = ["Loss", "Reduction", "matching_weight"]
@@ -152,7 +153,7 @@ class Loss:
         return None
 
     def _check_reduction(self) -> None:
-        if self.reduction not in (Reduction.NONE, Reduction.SUM) and has_strategy():
+        if self.reduction not in (Reduction.NONE, Reduction.SUM) and has_strategy() and not means_are_meant():
             raise ValueError(
                 f"{self.name} was called under a strategy with reduction {self.reduction.name}, which would average "
                 "over this replica's share of the batch only. Make the loss with "

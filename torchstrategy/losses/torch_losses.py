@@ -6,7 +6,10 @@ a strategy, by a mode of torch's functions.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +22,7 @@ from torchstrategy.context import current_replica_context
 from torchstrategy.log import warn_once
 from torchstrategy.replicas.adapters import register_first_run_mode, register_preparation
 
-__all__: list[str] = []
+__all__ = ["means_are_meant", "replica_means"]
 
 _LOSS = "torch.nn.modules.loss._Loss"
 #: One key for all replicas' objects: hooks whose keys differ between replicas are removed.
@@ -34,6 +37,23 @@ _FUNCTIONS = frozenset({
     F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss, F.poisson_nll_loss,
     F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
 })  # fmt: skip
+
+_are_meant: ContextVar[bool] = ContextVar("torchstrategy_replica_means", default=False)
+
+
+@contextlib.contextmanager
+def replica_means() -> Iterator[None]:
+    """Let losses average over a replica's batch: the caller divides by the number of replicas. Replica context only."""
+    token = _are_meant.set(True)
+    try:
+        yield
+    finally:
+        _are_meant.reset(token)
+
+
+def means_are_meant() -> bool:
+    """Say whether a loss may average over this replica's batch."""
+    return _are_meant.get()
 
 
 def _watch(body: Any, local_id: int) -> None:  # noqa: ARG001 - a preparation's signature
@@ -72,7 +92,7 @@ def _is_hooked() -> bool:
 
 def _warn(name: str, how: str, remedy: str) -> None:
     context = current_replica_context()
-    if torch.compiler.is_compiling() or context is None or context.num_replicas_in_sync == 1:
+    if torch.compiler.is_compiling() or context is None or context.num_replicas_in_sync == 1 or _are_meant.get():
         return
     warn_once(
         f"{name}{how} averages over this replica's share of the batch, but the gradients of all replicas are added up: "

@@ -95,7 +95,7 @@ class CompiledLoss:
             parts = parts[place] if is_there else None
         return parts if isinstance(parts, LossPart) else None
 
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None, *, alone: bool = False) -> Tensor:
         """Return this replica's share of the loss: the sum over replicas is the loss of the global batch.
 
         Replica context. The batch that the replica function was called with says how many examples there are over all
@@ -106,6 +106,7 @@ class CompiledLoss:
             y_pred: the model's outputs, ``[batch, ...]``; ``batch`` may be 0.
             sample_weight: ``[batch]``, or broadcastable to the losses of the examples' elements; or a list or dict of
                 them. ``None`` means that every example weighs 1.
+            alone: whether this replica's batch is a batch of its own, whatever others have.
 
         Returns:
             Scalar, of ``float32`` at least. Without any loss it is 0.
@@ -118,15 +119,15 @@ class CompiledLoss:
         outputs = Outputs(y_pred)
         self._bind(outputs)
         labels, weights = self._labels_and_weights(outputs, y, sample_weight)
-        divisors = self._summed_divisors(outputs, labels, weights)
-        num_examples = global_batch_size(len(outputs.tensors[0]))
+        divisors = self._summed_divisors(outputs, labels, weights, alone=alone)
+        num_examples = len(outputs.tensors[0]) if alone else global_batch_size(len(outputs.tensors[0]))
         total: Tensor | None = None
         for i, own in enumerate(self._flat):
             if own.part is None:
                 continue
             scores = outputs.tensors[i]
             if len(scores) != len(outputs.tensors[0]):
-                num_examples = global_batch_size(len(scores))
+                num_examples = len(scores) if alone else global_batch_size(len(scores))
             share = share_of(own.part, labels[i], scores, weights[i], divisors[i], num_examples)
             if own.tracker is not None:
                 own.tracker.add_share(share, len(scores), num_examples or 0)
@@ -283,7 +284,9 @@ class CompiledLoss:
             if parts is not None and label is not None:
                 yield None if len(keys) == 1 else key, parts, label, weight
 
-    def _summed_divisors(self, outputs: Outputs, labels: list[Any], weights: list[Any]) -> list[Tensor | None]:
+    def _summed_divisors(
+        self, outputs: Outputs, labels: list[Any], weights: list[Any], *, alone: bool
+    ) -> list[Tensor | None]:
         found: list[Tensor | None] = [None] * len(self._flat)
         keys = (None,) if len(self._flat) == 1 else outputs.keys or ()
         rows = enumerate(zip(keys, self._flat, labels, weights, strict=True))
@@ -301,7 +304,7 @@ class CompiledLoss:
             parts = [self._flat[i].part for i in places]
             local = [part.divisor(labels[i], weights[i]) for i, part in zip(places, parts, strict=True) if part]
             context = get_replica_context()
-            if context is None or context.num_replicas_in_sync == 1:
+            if alone or context is None or context.num_replicas_in_sync == 1:
                 given: Sequence[Tensor] = local
             else:
                 summed = torch.stack([divisor.to(sum_dtype()) for divisor in local])

@@ -6,7 +6,7 @@ All metrics are made at once, in the strategy's scope; which output they belong 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torchmetrics
@@ -125,6 +125,13 @@ class CompiledMetrics:
                     counts[name] = counts.get(name, -1) + 1
                     found[f"{name}_{counts[name]}" if counts[name] else name] = entry.metric
         return found
+
+    def with_places(self) -> Iterator[tuple[str, Any, int, bool]]:
+        """Yield name, metric, number of its output, and whether it is one of ``ts.metrics``. After ``build``."""
+        names = {id(metric): name for name, metric in self.named().items()}
+        for rows in (self._plain_of, self._weighted_of):
+            for place, entries in enumerate(rows):
+                yield from ((names[id(entry.metric)], entry.metric, place, entry.is_ours) for entry in entries)
 
     def _bind(self, outputs: Outputs) -> None:
         if self._signature == outputs.signature:

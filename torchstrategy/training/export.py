@@ -17,7 +17,7 @@ from torchstrategy.training.example import copy_module, example_of
 from torchstrategy.training.trainer import trainer_of
 from torchstrategy.training.weight_files import strategy_of, write_as_one
 
-__all__ = ["export"]
+__all__ = ["export", "trace"]
 
 _EXAMPLE_BATCH_SIZE = 3  # a batch of 1 would be taken for a constant
 
@@ -62,7 +62,7 @@ def export(
     def write(file: str) -> None:
         module = copy_module(model, lambda tensor: tensor.clone())
         args, kwargs = call_arguments(module.forward, example)
-        program = _trace(module, args, kwargs, dynamic_batch=dynamic_batch)
+        program = trace(module, args, kwargs, dynamic_batch=dynamic_batch)
         write_file(file, lambda opened: torch.export.save(program, opened))
 
     write_as_one(strategy_of(model), path, write, overwrite=overwrite, method="export")
@@ -81,10 +81,17 @@ def _find_example(model: nn.Module, example_inputs: Any) -> Any:
     return example_of(description, _EXAMPLE_BATCH_SIZE)
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool) -> Any:
-    """Return the program.
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool) -> Any:
+    """Return a module's forward pass as a program of ``torch.export``.
+
+    Args:
+        module: the module, in evaluation mode and on the CPU.
+        args: an example of the arguments of its ``forward``.
+        kwargs: an example of the keyword arguments.
+        dynamic_batch: whether the program takes batches of any size, the first axis of all tensors.
 
     Raises:
+        ValueError: the arguments have no common batch size.
         RuntimeError: torch can't export the module.
     """
     if not dynamic_batch:

@@ -1,0 +1,167 @@
+"""Making a model: one call of ``model_fn`` for each train, evaluate, predict or export, then a checkpoint's values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.errors import NotFoundError
+from torchstrategy.estimator.global_step import GLOBAL_STEP, as_current, make_global_step
+from torchstrategy.estimator.model_fn import call_model_fn
+from torchstrategy.estimator.run_config import RunConfig
+from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
+from torchstrategy.estimator.train_ops import TrainOps
+from torchstrategy.estimator.variables import MODEL
+from torchstrategy.log import logger
+from torchstrategy.replicas.variables import Variable
+from torchstrategy.strategies.default import DefaultStrategy, get_strategy
+from torchstrategy.strategies.one_device import OneDeviceStrategy
+from torchstrategy.strategy import Strategy
+
+__all__ = ["Built", "Definition", "build", "build_restored", "plain_strategy", "restore"]
+
+
+class Definition(NamedTuple):
+    """What an estimator is made of.
+
+    Args:
+        model_fn: the program's function.
+        config: the configuration, which has the directory.
+        params: the hyper-parameters.
+    """
+
+    model_fn: Callable[..., Any]
+    config: RunConfig
+    params: Any
+
+    @property
+    def model_dir(self) -> str:
+        """Where checkpoints are."""
+        return str(self.config.model_dir)
+
+
+@dataclasses.dataclass
+class Built:
+    """A model, and what belongs to it.
+
+    Args:
+        spec: what ``model_fn`` returned.
+        strategy: the strategy in whose scope it was called.
+        global_step: the number of training steps.
+        train_ops: what a training step does with the gradients; ``None`` outside training.
+        checkpoint: what is saved and restored.
+    """
+
+    spec: EstimatorSpec
+    strategy: Strategy
+    global_step: Variable
+    train_ops: TrainOps | None
+    checkpoint: Checkpoint
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return cast(nn.Module, self.spec.module)
+
+
+def build(definition: Definition, strategy: Strategy, example: tuple[Any, Any], mode: str) -> Built:
+    """Call a ``model_fn`` in a strategy's scope.
+
+    Args:
+        definition: has the function.
+        strategy: whose replicas get the model.
+        example: features and labels of one replica's batch.
+        mode: what the model is for.
+    """
+    features, labels = example
+    with strategy.scope():
+        global_step = make_global_step()
+        with as_current(global_step):
+            spec = call_model_fn(
+                definition.model_fn, features, labels, mode, copy.deepcopy(definition.params), definition.config
+            )
+        module: Any = spec.module
+        module.train(mode == ModeKeys.TRAIN)
+    checkpoint = Checkpoint(**{MODEL: module, GLOBAL_STEP: global_step})
+    train_ops = None
+    if mode == ModeKeys.TRAIN:
+        train_ops = TrainOps(spec.train_ops, module)
+        for name, part in train_ops.saved().items():
+            setattr(checkpoint, name, part)
+    return Built(spec, strategy, global_step, train_ops, checkpoint)
+
+
+def restore(built: Built, path: str) -> None:
+    """Give the model, the global step and the optimizers the values of a checkpoint.
+
+    Raises:
+        NotFoundError: there is no such checkpoint, or it lacks some of the model's variables.
+        ValueError: it holds variables of other shapes, or other kinds of optimizers.
+    """
+    logger.info("Restoring parameters from %s", path)
+    try:
+        status = built.checkpoint.restore(path)
+    except ValueError as error:
+        raise ValueError(f"{error} {_OTHER_MODEL}") from error
+    try:
+        status.assert_existing_objects_matched()
+    except ValueError as error:
+        raise NotFoundError(f"{error} {_OTHER_MODEL}") from error
+
+
+_OTHER_MODEL = (
+    "The checkpoint is of another model than model_fn makes. Give the estimator another model_dir, or take values from "
+    "the checkpoint by warm_start_from=."
+)
+
+
+def build_restored(
+    model_fn: Callable[..., Any],
+    features: Any,
+    labels: Any,
+    mode: str,
+    params: Any,
+    config: Any,
+    checkpoint_path: str | None,
+) -> EstimatorSpec:
+    """Make a model on the CPU, without replicas, and give it the values of a checkpoint.
+
+    Args:
+        model_fn: the program's function.
+        features: of one batch.
+        labels: of the batch, or ``None``.
+        mode: what the model is for.
+        params: the estimator's hyper-parameters.
+        config: the estimator's configuration.
+        checkpoint_path: the checkpoint; ``None`` leaves the initial values.
+    """
+    built = build(Definition(model_fn, config, params), _default_strategy(), (features, labels), mode)
+    if checkpoint_path is not None:
+        restore(built, checkpoint_path)
+    return built.spec
+
+
+def plain_strategy() -> Strategy:
+    """Return where models run without a strategy of the program's: the first GPU, else the CPU.
+
+    Raises:
+        RuntimeError: called in another strategy's scope.
+    """
+    strategy = _default_strategy()
+    return OneDeviceStrategy("/gpu:0") if torch.cuda.is_available() else strategy
+
+
+def _default_strategy() -> Strategy:
+    strategy = get_strategy()
+    if not isinstance(strategy, DefaultStrategy):
+        raise RuntimeError(
+            f"An estimator was used inside the scope of a {type(strategy).__name__}. Leave the scope, and give the "
+            "strategy to the estimator: RunConfig(train_distribute=strategy, eval_distribute=strategy)."
+        )
+    return strategy

@@ -1,0 +1,227 @@
+"""Evaluating the checkpoints of a training: after each one in the same process, or in an evaluator task beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from typing_extensions import override
+
+from torchstrategy.checkpoint.atomic import SUFFIX, write_file
+from torchstrategy.errors import DataLossError, NotFoundError
+from torchstrategy.estimator.estimator import Estimator
+from torchstrategy.estimator.hooks import CheckpointSaverListener
+from torchstrategy.estimator.specs import EvalSpec
+from torchstrategy.estimator.timers import SecondOrStepTimer
+from torchstrategy.log import logger
+
+__all__ = ["CheckpointEvaluator", "EndOfTraining", "EvaluatingListener", "Evaluation", "evaluate_continuously"]
+
+_WARNING_INTERVAL_S = 600.0
+_POLL_S = 0.5
+_FINISHED = "training_finished.json"
+_GRACE_S = 300.0
+
+
+class Evaluation(NamedTuple):
+    """What came of an evaluation.
+
+    Args:
+        metrics: what ``evaluate`` returned; ``None`` if there was no checkpoint that was not evaluated before.
+        exports: what the exporters returned.
+    """
+
+    metrics: dict[str, Any] | None = None
+    exports: list[Any] | None = None
+
+
+class CheckpointEvaluator:
+    """Evaluates an estimator's latest checkpoint, and calls the exporters.
+
+    Args:
+        estimator: the estimator.
+        eval_spec: how it is evaluated.
+        max_steps: the global step at which training ends; ``None`` if only the data ends it.
+    """
+
+    def __init__(self, estimator: Estimator, eval_spec: EvalSpec, max_steps: int | None) -> None:
+        self._estimator = estimator
+        self._spec = eval_spec
+        self.max_steps = max_steps
+        self._evaluated: str | None = None
+        self._warned_at: float | None = None
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the latest checkpoint, unless that was done already, and export."""
+        path = self._estimator.latest_checkpoint()
+        if path is None:
+            self._warn("Estimator is not trained yet. Will start an evaluation when a checkpoint is ready.")
+            return Evaluation()
+        if path == self._evaluated:
+            self._warn("No new checkpoint ready for evaluation. Skip the current evaluation pass.")
+            return Evaluation()
+        spec = self._spec
+        try:
+            metrics = self._estimator.evaluate(
+                spec.input_fn, steps=spec.steps, hooks=spec.hooks, checkpoint_path=path, name=spec.name
+            )
+        except (NotFoundError, DataLossError) as error:
+            if os.path.isfile(path + SUFFIX):
+                raise
+            logger.info("The checkpoint %s was deleted before it was evaluated: %s", path, error)
+            return Evaluation()
+        exports = self._export(metrics, path)
+        self._warned_at = None
+        self._evaluated = path
+        return Evaluation(metrics, exports)
+
+    def is_last(self, evaluation: Evaluation) -> bool:
+        """Say whether an evaluation was that of the training's last step."""
+        if not self.max_steps or evaluation.metrics is None:
+            return False
+        return bool(evaluation.metrics["global_step"] >= self.max_steps)
+
+    def _export(self, metrics: dict[str, Any], path: str) -> list[Any]:
+        directory = os.path.join(self._estimator.model_dir, "export")
+        return [
+            exporter.export(
+                estimator=self._estimator,
+                export_path=os.path.join(directory, exporter.name),
+                checkpoint_path=path,
+                eval_result=metrics,
+                is_the_final_export=self.is_last(Evaluation(metrics)),
+            )
+            for exporter in self._spec.exporters
+        ]
+
+    def _warn(self, message: str) -> None:
+        """Say why nothing is evaluated, from time to time."""
+        now = time.monotonic()
+        if self._warned_at is None or now - self._warned_at > _WARNING_INTERVAL_S:
+            logger.warning(message)
+            self._warned_at = now
+
+
+class EvaluatingListener(CheckpointSaverListener):
+    """Evaluates checkpoints in the process that writes them: not the one that training begins with, but the last one.
+
+    Args:
+        evaluator: evaluates the latest checkpoint.
+        throttle_secs: the shortest time between two evaluations, in seconds.
+    """
+
+    def __init__(self, evaluator: CheckpointEvaluator, throttle_secs: float) -> None:
+        self._evaluator = evaluator
+        self._throttle_s = throttle_secs
+        #: What came of the last evaluation.
+        self.last = Evaluation()
+
+    @override
+    def begin(self) -> None:
+        self._timer = SecondOrStepTimer(every_secs=self._throttle_s)
+        self._is_first = True
+
+    @override
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        if self._is_first:  # nothing is trained yet
+            self._is_first = False
+        elif self._timer.should_trigger_for_step(global_step_value):
+            self._evaluate(global_step_value)
+        else:
+            logger.info("Skip the current checkpoint eval due to throttle secs (%s secs).", self._throttle_s)
+
+    @override
+    def end(self, session: Any, global_step_value: int) -> None:
+        if global_step_value != self._timer.last_triggered_step():
+            self._evaluate(global_step_value)
+
+    def _evaluate(self, step: int) -> None:
+        self._timer.update_last_triggered_step(step)
+        evaluation = self._evaluator.evaluate()
+        if evaluation.metrics is not None:  # else training began where it ends: the checkpoint is evaluated already
+            self.last = evaluation
+
+
+class EndOfTraining:
+    """What tells an evaluator task that no further checkpoint will come: a file in ``model_dir``.
+
+    Training can end before ``max_steps``, where the data ends or a hook stops it.
+
+    Args:
+        model_dir: the estimator's directory.
+    """
+
+    def __init__(self, model_dir: str) -> None:
+        self._path = os.path.join(model_dir, _FINISHED)
+        self._before = self._read()
+        self._made_at = time.monotonic()
+
+    def clear(self) -> None:
+        """Say that training goes on. For the chief."""
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+    def declare(self, checkpoint: str | None) -> None:
+        """Say that training has ended. For the chief.
+
+        Args:
+            checkpoint: the last one.
+        """
+        content = {"checkpoint": checkpoint and os.path.basename(checkpoint), "time": time.time()}
+        write_file(self._path, lambda file: file.write(json.dumps(content).encode()))
+
+    def is_declared(self) -> bool:
+        """Say whether training has ended.
+
+        A file that was there from the beginning may be of an earlier training. It counts after five minutes, in which
+        the chief of another one would have cleared it.
+        """
+        content = self._read()
+        return content is not None and (content != self._before or time.monotonic() - self._made_at > _GRACE_S)
+
+    def _read(self) -> bytes | None:
+        try:
+            with open(self._path, "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+
+def evaluate_continuously(evaluator: CheckpointEvaluator, eval_spec: EvalSpec, end: EndOfTraining) -> None:
+    """Evaluate checkpoints as they come, until that of the last step, or the last one of a training that has ended.
+
+    Args:
+        evaluator: evaluates the latest checkpoint.
+        eval_spec: says how long to wait before the first evaluation, and between the starts of two.
+        end: tells whether training has ended.
+    """
+    if eval_spec.start_delay_secs:
+        logger.info("Waiting %f secs before starting eval.", eval_spec.start_delay_secs)
+        _sleep(eval_spec.start_delay_secs, end.is_declared)
+    while True:
+        started = time.monotonic()
+        has_ended = end.is_declared()  # before looking for what was saved before that was said
+        evaluation = evaluator.evaluate()
+        if evaluator.is_last(evaluation):
+            step = evaluation.metrics and evaluation.metrics["global_step"]
+            logger.info("Exiting evaluation, global_step=%s >= train max_steps=%s", step, evaluator.max_steps)
+            return
+        if has_ended and evaluation.metrics is None:
+            logger.info("Exiting evaluation: training has ended, and its last checkpoint is evaluated.")
+            return
+        if has_ended:
+            continue
+        remaining = eval_spec.throttle_secs - (time.monotonic() - started)
+        if remaining > 0:
+            logger.info("Waiting %f secs before starting next eval run.", remaining)
+        _sleep(max(remaining, _POLL_S if evaluation.metrics is None else 0.0), end.is_declared)
+
+
+def _sleep(seconds: float, is_over: Callable[[], bool]) -> None:
+    """Sleep, or until something is over."""
+    deadline = time.monotonic() + seconds
+    while (remaining := deadline - time.monotonic()) > 0 and not is_over():
+        time.sleep(min(_POLL_S, remaining))

@@ -1,0 +1,22 @@
+"""``ts.estimator.export``: what an exported model takes and computes, and loading one."""
+
+from torchstrategy.estimator.export_outputs import ClassificationOutput, ExportOutput, PredictOutput, RegressionOutput
+from torchstrategy.estimator.saved_model import SavedModel, Signature, load
+from torchstrategy.estimator.serving_input import (
+    ServingInputReceiver,
+    TensorServingInputReceiver,
+    build_raw_serving_input_receiver_fn,
+)
+
+__all__ = [
+    "ClassificationOutput",
+    "ExportOutput",
+    "PredictOutput",
+    "RegressionOutput",
+    "SavedModel",
+    "ServingInputReceiver",
+    "Signature",
+    "TensorServingInputReceiver",
+    "build_raw_serving_input_receiver_fn",
+    "load",
+]

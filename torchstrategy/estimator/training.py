@@ -1,0 +1,199 @@
+"""``Estimator.train``: the model is made once, and every replica makes steps with batches of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchstrategy.checkpoint.directory import latest_checkpoint
+from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.estimator.batches import open_batches
+from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore
+from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook
+from torchstrategy.estimator.input_pipeline_hook import CheckpointInputPipelineHook
+from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
+from torchstrategy.estimator.loop import reporting_failures, run_steps
+from torchstrategy.estimator.run_config import RunConfig
+from torchstrategy.estimator.saver_hook import CheckpointSaverHook
+from torchstrategy.estimator.seeding import seeded
+from torchstrategy.estimator.session import Session
+from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
+from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean
+from torchstrategy.estimator.stopping_hooks import NanTensorHook
+from torchstrategy.estimator.summary_hooks import SummarySaverHook
+from torchstrategy.estimator.warm_start import WarmStartSettings, warm_start
+from torchstrategy.log import logger
+from torchstrategy.losses.torch_losses import replica_means
+from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
+from torchstrategy.strategies.default import get_replica_context
+from torchstrategy.strategy import Strategy
+
+__all__ = ["Saver", "make_step", "skip_training", "train_model"]
+
+
+class Saver:
+    """Writes the checkpoints of a training. Every process that takes part in saving calls it; the chief writes.
+
+    Args:
+        built: what is saved.
+        definition: says where, and how many checkpoints are kept.
+    """
+
+    def __init__(self, built: Built, definition: Definition) -> None:
+        config = definition.config
+        self._manager = CheckpointManager(
+            built.checkpoint,
+            definition.model_dir,
+            max_to_keep=config.keep_checkpoint_max or None,
+            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
+            checkpoint_name="model.ckpt",
+        )
+
+    def save(self, step: int) -> str | None:
+        """Write ``model.ckpt-<step>``, and delete the checkpoints that are too many."""
+        return self._manager.save(checkpoint_number=step)
+
+
+def train_model(
+    definition: Definition,
+    input_fn: Callable[..., Any],
+    hooks: Sequence[SessionRunHook],
+    saving_listeners: Sequence[CheckpointSaverListener],
+    warm_start_settings: WarmStartSettings | None,
+) -> float | None:
+    """Train until the data or a hook ends it, and return the last loss."""
+    strategy, is_distributed = training_strategy(definition.config)
+    with reporting_failures(strategy), seeded(definition.config.tf_random_seed), _connected(strategy):
+        batches = open_batches(input_fn, definition, strategy, ModeKeys.TRAIN, is_distributed=is_distributed)
+        example = batches.example()
+        if example is None:
+            logger.warning(_NO_STEPS)
+            return None
+        built = build(definition, strategy, example, ModeKeys.TRAIN)
+        session = Session(built, definition, batches, Saver(built, definition))
+        all_hooks = _all_hooks(session, built.spec, hooks, saving_listeners)
+        prepare = functools.partial(_restore_or_warm_start, built, definition.config, warm_start_settings)
+        num_steps = sum(1 for _ in run_steps(session, batches, all_hooks, prepare, make_step(built)))
+        if num_steps == 0:
+            logger.warning(_NO_STEPS)
+        return session.last_loss
+
+
+def training_strategy(config: RunConfig) -> tuple[Strategy, bool]:
+    """Return the strategy that trains, and whether the program chose it."""
+    chosen = config.train_distribute
+    if chosen is not None:
+        return chosen, True
+    if config.num_ps_replicas > 0:
+        return BetweenGraphParameterServerStrategy(timeout_seconds=config.session_creation_timeout_secs), False
+    return plain_strategy(), False
+
+
+def skip_training(config: RunConfig) -> None:
+    """Let parameter servers know that this process has nothing to train, so that they don't wait for it."""
+    strategy, _ = training_strategy(config)
+    if isinstance(strategy, BetweenGraphParameterServerStrategy):
+        strategy.leave()
+
+
+@contextlib.contextmanager
+def _connected(strategy: Strategy) -> Iterator[None]:
+    """Leave the parameter servers at the end; without an error, as the chief, for good."""
+    if not isinstance(strategy, BetweenGraphParameterServerStrategy):
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        strategy.close(finished=False)
+        raise
+    strategy.close()
+
+
+_NO_STEPS = "Training with estimator made no steps. Perhaps input is empty or misspecified."
+
+
+def make_step(built: Built) -> Callable[[Any, Any], StepResult]:
+    """Return what makes one training step on this process's replicas."""
+    strategy, spec = built.strategy, built.spec
+    module: Any = spec.module
+    train_ops: Any = built.train_ops
+    loss_fn: Any = spec.loss
+    outputs_of_first: list[Any] = []
+
+    def replica_step(features: Any, labels: Any) -> Tensor:
+        context: Any = get_replica_context()
+        outputs = module(features)
+        with replica_means():
+            loss = compute_loss(loss_fn, outputs, labels)
+        train_ops.apply(loss / context.num_replicas_in_sync)
+        if is_first_here(context):
+            outputs_of_first[:] = [detached(outputs)]
+        return loss.detach()
+
+    def step(features: Any, labels: Any) -> StepResult:
+        losses = strategy.experimental_local_results(strategy.run(replica_step, args=(features, labels)))
+        global_step = int(built.global_step.assign_add(1))
+        return StepResult(mean(losses), outputs_of_first.pop(), global_step)
+
+    return step
+
+
+def _all_hooks(
+    session: Session,
+    spec: EstimatorSpec,
+    hooks: Sequence[SessionRunHook],
+    saving_listeners: Sequence[CheckpointSaverListener],
+) -> list[SessionRunHook]:
+    """Return a training's hooks in tf's order: those of the chief, the program's, and those that watch the loss."""
+    config, model_dir = session.config, session.model_dir
+    of_chief: list[SessionRunHook] = list(spec.training_chief_hooks)
+    saver_hooks = [hook for hook in (*hooks, *spec.training_hooks, *of_chief) if isinstance(hook, CheckpointSaverHook)]
+    saves_here = session.is_chief or session.is_synchronous_group
+    own: list[SessionRunHook] = []
+    if (config.save_checkpoints_secs or config.save_checkpoints_steps) and not saver_hooks and saves_here:
+        saver = CheckpointSaverHook(model_dir, config.save_checkpoints_secs, config.save_checkpoints_steps)
+        saver_hooks.append(saver)
+        own.append(saver)
+    if saving_listeners and saves_here and not saver_hooks:
+        raise ValueError(
+            "There should be a CheckpointSaverHook to use saving_listeners. Please set one of the "
+            "RunConfig.save_checkpoints_steps or RunConfig.save_checkpoints_secs."
+        )
+    if session.is_chief:
+        if saving_listeners:
+            saver_hooks[0].listeners.extend(saving_listeners)
+        own += of_chief
+        if config.log_step_count_steps:
+            own.append(StepCounterHook(config.log_step_count_steps, output_dir=model_dir))
+        if config.save_summary_steps:
+            own.append(SummarySaverHook(config.save_summary_steps, output_dir=model_dir))
+    loss_hooks: list[SessionRunHook] = [NanTensorHook("loss")]
+    if config.log_step_count_steps:
+        fetches = {"loss": "loss", "step": "global_step"}
+        loss_hooks.append(LoggingTensorHook(fetches, every_n_iter=config.log_step_count_steps))
+    # Its position must be part of the first checkpoint, and come from the one that is restored.
+    positions = [hook for hook in hooks if isinstance(hook, CheckpointInputPipelineHook)]
+    others = [hook for hook in hooks if hook not in positions]
+    return [*positions, *own, *others, *loss_hooks, *spec.training_hooks]
+
+
+def _restore_or_warm_start(built: Built, config: RunConfig, settings: WarmStartSettings | None) -> None:
+    """Go on from the latest checkpoint, else from the given values; all processes from the chief's."""
+    strategy = built.strategy
+    if isinstance(strategy, BetweenGraphParameterServerStrategy) and not strategy.is_chief:
+        strategy.wait_until_ready(config.session_creation_timeout_secs)  # for the chief's values
+        return
+    latest = latest_checkpoint(str(config.model_dir))
+    if strategy.workers is not None:
+        latest = strategy.workers.broadcast_object("Estimator: the checkpoint to go on from", latest)
+    if latest is not None:
+        restore(built, latest)
+    elif settings is not None:
+        warm_start(built.module, strategy, settings)
+    if isinstance(strategy, BetweenGraphParameterServerStrategy):
+        strategy.wait_until_ready()
