@@ -137,7 +137,7 @@ class LocalServers:
                 if self._is_stopping:
                     return
                 then = "starting it again" if num_restarts else "it stays away"
-                tqdm.write(f"{task[0]} {task[1]} {_describe(status)}; {then}. What it printed: {self._log_file(task)}")
+                tqdm.write(f"{task[0]} {task[1]} {describe(status)}; {then}. What it printed: {self._log_file(task)}")
                 if not num_restarts:
                     return
                 num_restarts -= 1
@@ -157,18 +157,20 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def _describe(status: int) -> str:
+def describe(status: int) -> str:
+    """Return in words how a process has ended."""
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
 
-def _end_with_starter() -> None:
+def end_with_starter() -> None:
     """End this process when whoever holds the other end of its standard input is gone."""
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os._exit(0)
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    threading.Thread(target=_end_with_starter, daemon=True).start()
+    threading.Thread(target=end_with_starter, daemon=True).start()
     if not serve():
         raise SystemExit("TF_CONFIG must say that this process is a worker or a parameter server.")

@@ -21,6 +21,19 @@ def conv_net() -> nn.Sequential:
     )
 
 
+def shallow_conv_net() -> nn.Sequential:
+    """Build the network of the Estimator tutorial: one convolution with pooling, and two dense layers."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 13 * 13, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
 def mlp(hidden_size: int, dropout: float) -> nn.Sequential:
     """Build a network with one hidden dense layer, for quick tries."""
     return nn.Sequential(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 COLORS = ("#7a8a99", "#d1495b")
+Curve = list[tuple[float, float]]
 
 
 class Report:
@@ -99,25 +100,39 @@ def draw_learning_curve(epochs: list[dict[str, float]], title: str, first_epoch:
     Returns:
         A figure 660 pixels high and 750 wide for each kind.
     """
-    kinds: dict[str, list[str]] = {}
+    curves: dict[str, dict[str, Curve]] = {}
     for name in epochs[-1]:
         part, kind = name.split("_")
-        kinds.setdefault(kind, []).append(part)
+        curves.setdefault(kind, {})[part] = [(first_epoch + i, epoch[name]) for i, epoch in enumerate(epochs)]
+    figure = draw_curves(curves, title, "epoch")
+    for axes in figure.axes:
+        axes.set_xlim(first_epoch - 0.3, first_epoch + len(epochs) - 1 + max(0.5, 0.09 * len(epochs)))
+    return figure
+
+
+def draw_curves(curves: Mapping[str, Mapping[str, Curve]], title: str, x_label: str) -> Figure:
+    """Draw curves, those of one kind into one diagram.
+
+    Args:
+        curves: for each kind one or two, by name.
+        title: the heading.
+        x_label: what the first coordinates are.
+
+    Returns:
+        A figure 660 pixels high and 750 wide for each kind.
+    """
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9aa5b1"}
     with mpl.rc_context(style):
-        figure = Figure(figsize=(5 * len(kinds), 4.4), dpi=150, layout="constrained")
+        figure = Figure(figsize=(5 * len(curves), 4.4), dpi=150, layout="constrained")
         figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
-        diagrams = figure.subplots(1, len(kinds), squeeze=False)[0]
-        for axes, (kind, parts) in zip(diagrams, kinds.items(), strict=True):
-            numbers = range(first_epoch, first_epoch + len(epochs))
-            for part, color in zip(parts, COLORS, strict=True):
-                values = [epoch[f"{part}_{kind}"] for epoch in epochs]
-                axes.plot(numbers, values, color=color, linewidth=2.2, marker="o", markersize=4, label=part)
-                end = (numbers[-1], values[-1])
+        diagrams = figure.subplots(1, len(curves), squeeze=False)[0]
+        for axes, (kind, parts) in zip(diagrams, curves.items(), strict=True):
+            for (part, points), color in zip(parts.items(), COLORS[-len(parts) :], strict=True):
+                axes.plot(*zip(*points, strict=True), color=color, linewidth=2.2, marker="o", markersize=4, label=part)
+                end = points[-1]
                 axes.annotate(f"{end[1]:.3f}", end, (8, 0), textcoords="offset points", va="center", color=color)
             axes.set_title(kind.capitalize(), loc="left", fontsize=11)
-            axes.set_xlabel("epoch")
-            axes.set_xlim(first_epoch - 0.3, numbers[-1] + max(0.5, 0.09 * len(epochs)))
+            axes.set_xlabel(x_label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
             axes.tick_params(length=0)

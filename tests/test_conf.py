@@ -31,7 +31,7 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 39
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 42
     assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT | NEEDS_TORCH_XLA) == 4
 
 
