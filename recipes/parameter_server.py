@@ -134,10 +134,10 @@ def make_optimizers(config: DictConfig, model: nn.Module) -> dict[str, torch.opt
     """Make an optimizer for the dense parameters, and one for tables with sparse gradients where there are any."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
     dense = [parameter for parameter in model.parameters() if all(parameter is not table for table in tables)]
-    optimizers = {"optimizer": instantiate(config.optimizer, _convert_="all")(dense, lr=config.learning_rate)}
+    optimizers = {"optimizer": instantiate(config.optimizer, _convert_="all")(dense)}
     if tables:
         make = instantiate(config.embedding_optimizer, _convert_="all")
-        optimizers["embedding_optimizer"] = make(tables, lr=config.embedding_learning_rate)
+        optimizers["embedding_optimizer"] = make(tables)
     return optimizers
 
 

@@ -39,7 +39,7 @@ def main(config: DictConfig) -> None:
     torch.manual_seed(config.seed)
     with strategy.scope():
         model = instantiate(config.model)
-        optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters(), lr=config.learning_rate)
+        optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters())
         loss, accuracy = ts.metrics.Mean(name="loss"), ts.metrics.SparseCategoricalAccuracy(name="accuracy")
         counts = {name: ts.Variable(0, trainable=False, name=name) for name in ("epochs", "steps", "starts")}
         # How often each example was seen in this epoch. Every replica counts its own; reading adds them up.

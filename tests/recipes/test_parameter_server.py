@@ -248,10 +248,8 @@ def test_a_cluster_without_parameter_servers_is_refused(monkeypatch, tmp_path):
 def test_tables_with_sparse_gradients_have_an_optimizer_of_their_own():
     config = OmegaConf.create(
         {
-            "optimizer": {"_target_": "torch.optim.Adam", "_partial_": True},
-            "embedding_optimizer": {"_target_": "torch.optim.SparseAdam", "_partial_": True},
-            "learning_rate": 0.1,
-            "embedding_learning_rate": 0.2,
+            "optimizer": {"_target_": "torch.optim.Adam", "_partial_": True, "lr": 0.1},
+            "embedding_optimizer": {"_target_": "torch.optim.SparseAdam", "_partial_": True, "lr": 0.2},
         }
     )
     model = nn.ModuleDict(
