@@ -24,6 +24,13 @@ def test_two_model_dirs_are_refused(tmp_path):
         ts.estimator.Estimator(model_fn, str(tmp_path / "b"), config, params={"lr": 1})
 
 
+def test_a_file_is_no_model_dir(tmp_path):
+    file = tmp_path / "model"
+    file.touch()
+    with pytest.raises(NotADirectoryError, match="model_dir is a file"):
+        ts.estimator.Estimator(model_fn, file, params={"lr": 1})
+
+
 def test_without_a_model_dir_there_is_a_temporary_one(caplog):
     estimator = ts.estimator.Estimator(model_fn, params={"lr": 1})
     assert os.path.isdir(estimator.model_dir)

@@ -45,6 +45,7 @@ class Estimator:
 
     Raises:
         ValueError: ``model_fn`` has other arguments, the two directories differ, or an argument is of another kind.
+        NotADirectoryError: ``model_dir`` is a file.
 
     Example:
         >>> import tempfile
@@ -322,6 +323,7 @@ def _with_model_dir(config: Any, model_dir: str | os.PathLike[str] | None) -> Ru
 
     Raises:
         ValueError: it is no configuration, or has another directory.
+        NotADirectoryError: the directory is a file.
     """
     if config is None:
         config = RunConfig()
@@ -335,6 +337,8 @@ def _with_model_dir(config: Any, model_dir: str | os.PathLike[str] | None) -> Ru
             f"{path!r}, in `RunConfig`: {config.model_dir!r}"
         )
     path = path or config.model_dir
+    if path is not None and os.path.isfile(path):
+        raise NotADirectoryError(f"model_dir is a file: {path!r}. Give a directory, which need not exist.")
     if path is None:
         path = tempfile.mkdtemp()
         logger.warning("Using temporary folder as model directory: %s", path)

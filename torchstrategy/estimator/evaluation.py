@@ -176,7 +176,7 @@ class _Totals:
         record = [self._sum, self._count]
         records = [record] if strategy.workers is None else strategy.workers.exchange("Estimator: mean loss", record)
         sums, counts = zip(*records, strict=True)
-        return float(np.float32(math.fsum(sums) / sum(counts))) if sum(counts) else 0.0
+        return math.fsum(sums) / sum(counts) if sum(counts) else 0.0
 
     def _read(self) -> None:
         self._sum += math.fsum(loss.item() for loss in self._losses)
