@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchstrategy as ts
+from torchstrategy.collectives import process_group
 from torchstrategy.testing.faults import Fault
 
 
@@ -29,6 +31,13 @@ def rank_of(config: str) -> int:
 
 def sum_of_ones(deadline_s: float | None = None) -> float:
     return float(make_strategy(deadline_s=deadline_s).reduce("SUM", torch.ones(())))
+
+
+def stop_before_connections(deadline_s: float) -> None:
+    """Make a strategy; rank 0, which keeps the store, is stopped once all have met."""
+    if rank() == 0:
+        process_group.connect_records = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    make_strategy(deadline_s=deadline_s)
 
 
 def make_strategy(

@@ -7,10 +7,13 @@ import hmac
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-__all__ = ["Channel", "Check", "connect_ranks"]
+__all__ = ["Ask", "Channel", "Check", "connect_ranks"]
 
 Check = Callable[[], None]
+#: Makes a call, and may raise to end the wait for it.
+Ask = Callable[[Callable[[], Any]], Any]
 
 _POLL_S = 0.5
 _READ_BYTES = 1 << 16

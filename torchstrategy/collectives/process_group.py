@@ -90,7 +90,7 @@ class WorkerGroup:
         store = PrefixStore("records", meeting.store)
         try:
             self._records = connect_records(
-                store, meeting.host, self.rank, self.size, meeting.hosts, self._timeout_s, check
+                store, meeting.host, self.rank, self.size, meeting.hosts, self._timeout_s, check, meeting.ask
             )
         except OSError as error:
             self._raise_lost(operation, error)

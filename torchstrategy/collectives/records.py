@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchstrategy.collectives.connections import Channel, Check, connect_ranks
+from torchstrategy.collectives.connections import Ask, Channel, Check, connect_ranks
 
 __all__ = ["MAX_BODY_BYTES", "MAX_MESH_SIZE", "RecordMesh", "RecordTree", "Records", "connect_records"]
 
@@ -73,7 +73,14 @@ class Records(Protocol):
 
 
 def connect_records(
-    store: Store, address: str, rank: int, size: int, hosts: Sequence[int], timeout_s: float, check: Check
+    store: Store,
+    address: str,
+    rank: int,
+    size: int,
+    hosts: Sequence[int],
+    timeout_s: float,
+    check: Check,
+    ask: Ask = lambda call: call(),
 ) -> Records:
     """Connect the ranks of a group.
 
@@ -85,6 +92,7 @@ def connect_records(
         hosts: for each rank the number of its host.
         timeout_s: seconds in which all connections must be there.
         check: called while waiting; may raise to end the wait.
+        ask: makes a call that asks the store.
 
     Returns:
         The connections.
@@ -93,10 +101,11 @@ def connect_records(
         OSError: another process can't be reached.
     """
     if size <= MAX_MESH_SIZE:
-        return RecordMesh(_connect(store, address, rank, range(rank), range(rank + 1, size), timeout_s, check), rank)
+        others = range(rank), range(rank + 1, size)
+        return RecordMesh(_connect(store, address, rank, *others, timeout_s, check, ask), rank)
     leader, children = _place_in_tree(rank, hosts)
     parents = [] if rank == leader == 0 else [0 if rank == leader else leader]
-    channels = _connect(store, address, rank, parents, children, timeout_s, check)
+    channels = _connect(store, address, rank, parents, children, timeout_s, check, ask)
     return RecordTree(channels, rank, size, hosts)
 
 
@@ -206,14 +215,20 @@ def _connect(
     answers: Sequence[int],
     timeout_s: float,
     check: Check,
+    ask: Ask,
 ) -> dict[int, Channel]:
-    if rank == 0:
-        store.set("key", secrets.token_hex(_KEY_BYTES // 2))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=max(1, len(answers))) as listener:
-        store.set(f"address/{rank}", f"{address} {listener.getsockname()[1]}")
-        key = store.get("key")
-        callers = {other: functools.partial(_call, store.get(f"address/{other}").decode()) for other in calls}
+        port = listener.getsockname()[1]
+
+        def introduce() -> tuple[bytes, dict[int, str]]:
+            if rank == 0:
+                store.set("key", secrets.token_hex(_KEY_BYTES // 2))
+            store.set(f"address/{rank}", f"{address} {port}")
+            return store.get("key"), {other: store.get(f"address/{other}").decode() for other in calls}
+
+        key, addresses = ask(introduce)
+        callers = {other: functools.partial(_call, theirs) for other, theirs in addresses.items()}
         channels = connect_ranks(listener, rank, callers, answers, key, timeout_s, check)
     for channel in channels.values():
         channel.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -21,6 +21,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.call_site import call_site
+from torchstrategy.collectives.connections import Ask
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 from torchstrategy.log import logger
@@ -49,6 +50,7 @@ class Meeting(NamedTuple):
         size: number of processes.
         host: this process's address, as the others can reach it.
         hosts: for each rank the number of its host, counted by first rank.
+        ask: returns what a call returns that asks the store, and ends the wait for a store that is stopped.
     """
 
     store: Store
@@ -57,6 +59,7 @@ class Meeting(NamedTuple):
     size: int
     host: str
     hosts: tuple[int, ...]
+    ask: Ask = lambda call: call()
 
 
 class _Joined(NamedTuple):
@@ -92,10 +95,11 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
         _groups[key] += 1
         own = PrefixStore(f"torchstrategy/{job.attempt}/{_groups[key]}", store)
         watch.position = f"making its strategy number {_groups[key]} at {call_site()}"
-        _in_time(functools.partial(_wait_for_all, own, job, description, timeout_s, watch), job, timeout_s, watch)
+        ask = functools.partial(_in_time, job=job, timeout_s=timeout_s, watch=watch)
+        ask(functools.partial(_wait_for_all, own, job, description, timeout_s, watch))
     except DistError as error:
         raise_lost_store(job, watch, error)
-    return Meeting(own, watch, job.rank, job.size, address, hosts)
+    return Meeting(own, watch, job.rank, job.size, address, hosts, ask)
 
 
 def raise_lost_store(job: Job, watch: FailureWatch | None, error: DistError) -> NoReturn:

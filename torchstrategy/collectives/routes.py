@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -164,7 +165,8 @@ def make_routes(
     if isinstance(shared, str):
         if shared and rank == 0:
             warning_once(f"The processes of a host can't share memory, so gloo carries their tensors. ({shared})")
-        large = gloo_plane(PrefixStore("data", store), rank, size, timeout, meeting.host)
+        own = PrefixStore("data", store)
+        large = meeting.ask(functools.partial(gloo_plane, own, rank, size, timeout, meeting.host))
         routes = Routes(large, large, takes_accelerators=True, lines=["tensors over gloo"])
     else:
         routes = _over_shared_memory(shared, meeting, timeout)
@@ -207,7 +209,9 @@ def _over_shared_memory(local: SharedMemoryPlane | None, meeting: Meeting, timeo
     leaders = None
     if hosts.index(hosts[meeting.rank]) == meeting.rank:
         store = PrefixStore("leaders", meeting.store)
-        leaders = gloo_plane(store, hosts[meeting.rank], num_hosts, timeout, meeting.host)
+        leaders = meeting.ask(
+            functools.partial(gloo_plane, store, hosts[meeting.rank], num_hosts, timeout, meeting.host)
+        )
     plane = HierarchicalPlane(hosts, meeting.rank, local, leaders)
     lines = [f"tensors through shared memory in each of {num_hosts} hosts and over gloo between them"]
     return Routes(plane, plane, lines=lines)
