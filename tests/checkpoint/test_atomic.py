@@ -68,7 +68,8 @@ def test_paths_that_are_no_checkpoints(tmp_path):
         atomic.checkpoint_file(str(tmp_path))
 
 
-def test_a_failed_write_leaves_what_was_there(path, tmp_path):
+@pytest.mark.parametrize("tensors", [1, 50])  # one large write fails, or what small ones left to be flushed
+def test_a_failed_write_leaves_what_was_there(path, tmp_path, tensors):
     with open(path, "rb") as file:
         before = file.read()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -76,7 +77,7 @@ def test_a_failed_write_leaves_what_was_there(path, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the disk is full
     try:
         with pytest.raises(OSError, match="File too large") as raised:
-            atomic.write_checkpoint(path, {"value": torch.zeros(100_000)})
+            atomic.write_checkpoint(path, {str(i): torch.zeros(100_000 // tensors**2) for i in range(tensors)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

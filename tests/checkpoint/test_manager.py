@@ -1,5 +1,6 @@
 """Keeping the last few checkpoints: tf's numbering, and what is deleted when."""
 
+import json
 import os
 
 import pytest
@@ -181,7 +182,20 @@ def test_files_that_are_gone_are_not_listed(checkpoint, tmp_path):
     manager.save()
     os.unlink(tmp_path / "ckpt-2.pt")
     assert names(ts.train.CheckpointManager(checkpoint, tmp_path, None).checkpoints) == ["ckpt-1"]
-    assert ts.train.latest_checkpoint(tmp_path) is None
+
+
+def test_a_latest_checkpoint_that_is_gone_is_none_and_said_once(checkpoint, tmp_path, caplog):
+    manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
+    first = manager.save()
+    os.unlink(manager.save() + ".pt")
+    assert [ts.train.latest_checkpoint(tmp_path) for _ in range(2)] == [None, None]
+    assert len(caplog.messages) == 1
+    for part in ("Couldn't match files for checkpoint", "ckpt-2", "delete this one from 'written'"):
+        assert part in caplog.text
+    index = json.loads((tmp_path / "checkpoint").read_text())
+    del index["written"]["ckpt-2"]
+    (tmp_path / "checkpoint").write_text(json.dumps(index))
+    assert ts.train.latest_checkpoint(tmp_path) == first
 
 
 def test_initialize(checkpoint, tmp_path):

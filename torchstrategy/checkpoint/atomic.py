@@ -24,6 +24,7 @@ __all__ = [
     "SUFFIX",
     "Index",
     "checkpoint_file",
+    "index_path",
     "read_archive",
     "read_checkpoint",
     "read_index",
@@ -131,11 +132,16 @@ def checkpoint_file(path: str) -> str:
     raise errors.NotFoundError(f"There is no checkpoint {path}: no file {path + SUFFIX}.")
 
 
+def index_path(directory: str, filename: str | None = None) -> str:
+    """Return the path of the file that names a directory's checkpoints."""
+    return os.path.join(directory, filename or _INDEX_NAME)
+
+
 def write_index(directory: str, written: dict[str, float], last_preserved: float | None = None) -> None:
     """Write the file that names a directory's checkpoints; the arguments are an index's."""
     index = {"latest": list(written)[-1], "written": written, "last_preserved": last_preserved}
     text = json.dumps(index, indent=1).encode()
-    write_file(os.path.join(directory, _INDEX_NAME), lambda file: file.write(text))
+    write_file(index_path(directory), lambda file: file.write(text))
 
 
 def read_index(directory: str, filename: str | None = None) -> Index | None:
@@ -144,7 +150,7 @@ def read_index(directory: str, filename: str | None = None) -> Index | None:
     Raises:
         DataLossError: the file is not what ``write_index`` wrote.
     """
-    path = os.path.join(directory, filename or _INDEX_NAME)
+    path = index_path(directory, filename)
     try:
         with open(path, "rb") as file:
             content = json.loads(file.read())
@@ -183,6 +189,8 @@ def write_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
         cause = error.__context__
         if isinstance(error, RuntimeError) and isinstance(cause, OSError):  # torch.save hides that the disk is full
             raise OSError(cause.errno, cause.strerror, path) from error
+        if isinstance(error, OSError) and error.filename is None:  # a write or a flush does not name the file
+            error.filename = path
         raise
     if os.name == "posix":  # the new name itself must survive a power cut
         descriptor = os.open(directory, os.O_RDONLY)

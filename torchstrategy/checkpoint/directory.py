@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from torchstrategy.checkpoint.atomic import SUFFIX, read_index
+from torchstrategy.checkpoint.atomic import SUFFIX, index_path, read_index
+from torchstrategy.log import warning_once
 
 __all__ = ["CheckpointState", "get_checkpoint_state", "latest_checkpoint"]
 
@@ -58,6 +59,8 @@ def get_checkpoint_state(checkpoint_dir: _Path, latest_filename: str | None = No
 def latest_checkpoint(checkpoint_dir: _Path, latest_filename: str | None = None) -> str | None:
     """Return the path of a directory's latest checkpoint, or ``None`` if there is none.
 
+    If its file is gone, there is none either, and a log line says so.
+
     Args:
         checkpoint_dir: the directory that ``Checkpoint.save`` or a manager wrote to. It may have been moved.
         latest_filename: name of the file that names the checkpoints; ``None`` means ``checkpoint``.
@@ -70,4 +73,14 @@ def latest_checkpoint(checkpoint_dir: _Path, latest_filename: str | None = None)
         True
     """
     state = get_checkpoint_state(checkpoint_dir, latest_filename)
-    return state.model_checkpoint_path if state and os.path.isfile(state.model_checkpoint_path + SUFFIX) else None
+    if state is None:
+        return None
+    path = state.model_checkpoint_path
+    if os.path.isfile(path + SUFFIX):
+        return path
+    index = index_path(os.fspath(checkpoint_dir), latest_filename)
+    warning_once(
+        f"Couldn't match files for checkpoint {path}: {index} names it as the latest, but it is gone, so no checkpoint "
+        "is restored. To go on from an earlier one, delete this one from 'written' there."
+    )
+    return None
