@@ -274,6 +274,23 @@ def test_gradients_of_variables_that_are_gone_are_left_out(start):
     assert torch.equal(worker.weights, successors[0].weights)
 
 
+def test_a_step_that_one_server_has_made_is_not_made_there_again(start, servers):
+    """A server whose connection was lost and is back does not know the worker, which attaches itself once more."""
+    chief, worker = Program(start("chief")), Program(start("worker"))
+    chief.step()
+    worker.step()
+    shared = worker.strategy._shared
+    step = shared.step
+
+    def forget_and_step(optimizers):
+        servers[1]._service.training._attached.clear()
+        step(optimizers)
+
+    shared.step = forget_and_step
+    worker.step()
+    assert torch.allclose(worker.weights, plain_weights([(X, Y)] * 3)[0])
+
+
 def test_a_lost_parameter_server_is_named(start, servers):
     program = Program(start("chief"))
     program.step()
@@ -390,6 +407,30 @@ def test_moving_averages_are_those_of_all_processes(start, num_replicas):
             plain(X)
         assert torch.allclose(first.running_mean, plain.running_mean)
         assert torch.allclose(first.running_var, plain.running_var)
+
+
+def test_buffers_with_infinite_values_are_assigned(start):
+    """What an observer of ranges, or a best value so far, begins with can't be changed by adding."""
+
+    class Lowest(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("lowest", torch.full((2,), float("inf")))
+
+        def forward(self, value):
+            self.lowest[0] = torch.minimum(self.lowest[0], value)
+
+    def make(strategy):
+        with strategy.scope():
+            module = Lowest()
+        return module, lambda value: strategy.run(lambda: module(torch.tensor(value)))
+
+    module, lower = make(start("chief"))
+    lower(3.0)
+    other, lower_in_worker = make(start("worker"))
+    lower_in_worker(2.0)
+    lower(5.0)
+    assert module.lowest.tolist() == other.lowest.tolist() == [2.0, float("inf")]
 
 
 def test_sparse_gradients_change_their_rows_only(start):

@@ -362,18 +362,24 @@ class ParameterClient:
         messages = {
             ps: Message(kind, {**fields, **(own or {}).get(ps, {}), "parts": r}, t) for ps, r, t in requests.all()
         }
-        failures: list[tuple[int, Exception]] = []
         replies: dict[int, Message] = {}
+        self._collect(messages, replies, into)
+        return replies
+
+    def _collect(self, messages: Mapping[int, Message], replies: dict[int, Message], into: _Into | None) -> None:
+        """Send messages to the servers whose replies are missing, and add these."""
+        failures: list[tuple[int, Exception]] = []
+        missing = {ps: message for ps, message in messages.items() if ps not in replies}
         with self._lock:
             self._discard_replies()
-            for ps, message in messages.items():
+            for ps, message in missing.items():
                 try:
                     self._channels[ps].send(message)
                 except Exception as error:  # noqa: BLE001 - raised below, when the others have answered
                     failures.append((ps, error))
                 else:
                     self._unanswered.add(ps)
-            for ps in messages:
+            for ps in missing:
                 if ps in self._unanswered:
                     try:
                         replies[ps] = self._channels[ps].receive(None, into and _for_server(into, ps))
@@ -382,7 +388,6 @@ class ParameterClient:
                     self._unanswered.discard(ps)
         for ps, failure in failures:
             self._raise(ps, failure)
-        return replies
 
     def _discard_replies(self) -> None:
         """Take what an earlier request, left by Ctrl-C, did not wait for."""

@@ -249,7 +249,10 @@ class _Place:
             return None
         if now.dtype is torch.bool:
             return "assign", now.detach().cpu()
-        return "assign_add", (now.detach() - known).cpu()
+        change = now.detach() - known
+        if not bool(torch.isfinite(change).all()):  # there is nothing to add to an infinite value that makes it another
+            return "assign", now.detach().cpu()
+        return "assign_add", change.cpu()
 
     def spread(self) -> None:
         """Give the other replicas the first one's value."""

@@ -176,16 +176,19 @@ class SharingClient(ParameterClient):
             return {}
 
     @override
-    def _ask(self, kind: str, *args: Any, **fields: Any) -> dict[int, Message]:
+    def _collect(self, messages: Mapping[int, Message], replies: dict[int, Message], *args: Any) -> None:
         while True:
             self.attach()
             try:
-                return super()._ask(kind, *args, **fields)
+                return super()._collect(messages, replies, *args)
             except FencedError:
                 before = self.number
                 self._attach()
-                if kind in ("push", "pull") and self.number != before:
+                if self.number == before:
+                    continue  # the servers that have done it already are not asked again
+                if any(message.kind in ("push", "pull") for message in messages.values()):
                     raise _NewTrainingError from None
+                replies.clear()
             except UnavailableError as error:
                 if SharingLink.remedy in str(error):
                     raise
