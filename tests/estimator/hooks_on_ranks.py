@@ -4,7 +4,7 @@ import contextlib
 from unittest import mock
 
 import torchstrategy as ts
-from tests.estimator.hook_programs import Recorder, batches, make_estimator
+from tests.estimator.hook_programs import Recorder, batches, make_estimator, model_fn
 from tests.programs import cpu_devices
 
 
@@ -130,3 +130,35 @@ def fail_on_rank(folder, num_local, rank):
                 raise ArithmeticError("on purpose")
 
     return _train(folder, num_local, [Fail()])
+
+
+def save_by_a_hook_of_the_chief(folder, num_local):
+    """Train with a model that brings the hook that saves; return the global step and where its listener was called."""
+    strategy = ts.MirroredStrategy(cpu_devices(num_local))
+    calls = []
+
+    class Note(ts.estimator.CheckpointSaverListener):
+        def after_save(self, session, global_step_value):
+            calls.append(global_step_value)
+
+    def model_fn_that_saves(features, labels, mode, params):
+        saver = ts.estimator.CheckpointSaverHook(str(folder), save_steps=2, listeners=[Note()])
+        return model_fn(features, labels, mode, params)._replace(training_chief_hooks=[saver])
+
+    config = ts.estimator.RunConfig(train_distribute=strategy)
+    estimator = ts.estimator.Estimator(model_fn_that_saves, str(folder), config, {})
+    estimator.train(lambda: batches(number=5 * num_local))
+    return int(estimator.get_variable_value("global_step")), calls
+
+
+def stop_at_once(folder, num_local):
+    """Let one rank ask for the end before the first step."""
+
+    class Stop(ts.estimator.SessionRunHook):
+        def after_create_session(self, session, coord):
+            if session.strategy.workers.rank == 1:
+                coord.request_stop()
+
+    estimator = make_estimator(folder, train_distribute=ts.MirroredStrategy(cpu_devices(num_local)))
+    estimator.train(lambda: batches(), hooks=[Stop()])
+    return int(estimator.get_variable_value("global_step"))

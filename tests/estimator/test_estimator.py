@@ -1,5 +1,6 @@
 """What an Estimator is made of, and what it says of its checkpoints."""
 
+import json
 import os
 
 import numpy as np
@@ -147,6 +148,19 @@ def test_a_compiled_module_has_the_names_of_the_plain_one(tmp_path, strategy):
     estimator_of("first", compiled=False).train(lambda: data)
     second = estimator_of("second", compiled=True, warm_start_from=first.model_dir).train(lambda: data)
     assert second.get_variable_names() == names
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_earlier_one_can_be_taken(tmp_path):
+    estimator = make_estimator(tmp_path).train(lambda: batches())
+    damaged = tmp_path / "model.ckpt-4.pt"
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    with pytest.raises(ts.errors.DataLossError, match=r"ckpt-4\.pt is damaged.*delete this one from 'written' in"):
+        estimator.train(lambda: batches())
+    index = json.loads((tmp_path / "checkpoint").read_text())
+    del index["written"]["model.ckpt-4"]
+    (tmp_path / "checkpoint").write_text(json.dumps(index))
+    assert estimator.latest_checkpoint() == str(tmp_path / "model.ckpt-0")
+    assert estimator.train(lambda: batches()).get_variable_value("global_step") == 4
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

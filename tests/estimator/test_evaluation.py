@@ -9,7 +9,10 @@ import torch
 
 import torchstrategy as ts
 from tests.estimator.hook_programs import Line, Recorder, batches, make_estimator
+from torchstrategy import log
+from torchstrategy.estimator import evaluation, prediction
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
+from torchstrategy.strategies.default import DefaultStrategy
 
 CPUS = ["cpu:0", "cpu:1"]
 
@@ -44,6 +47,19 @@ def test_without_a_checkpoint_the_initial_values_are_evaluated(tmp_path, lines):
     # labels are 1, 3, ..., 15
     assert results == {"mae": 8.0, "loss": 85.0, "global_step": 0}
     assert f"Could not find trained model in model_dir: {tmp_path}, running initialization to evaluate." in lines()
+
+
+def test_a_rank_that_evaluates_alone_is_not_said_to_train(tmp_path, monkeypatch):
+    estimator = make_estimator(tmp_path).train(lambda: batches(), steps=1)
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for make in (DefaultStrategy, lambda: ts.OneDeviceStrategy("cpu:0")):  # without a GPU, and with one
+        for module in (evaluation, prediction):
+            monkeypatch.setattr(module, "plain_strategy", make)
+        assert estimator.evaluate(lambda: batches())["global_step"] == 1
+        assert len(list(estimator.predict(lambda: batches()))) == 8
+    with pytest.warns(UserWarning, match="independent copy"):
+        ts.OneDeviceStrategy("cpu:0")
 
 
 @pytest.mark.parametrize("strategy", [None, CPUS])
@@ -165,3 +181,14 @@ def test_the_input_context_comes_with_eval_distribute_only(tmp_path):
     make_estimator(tmp_path, train_distribute=strategy).evaluate(input_fn)
     make_estimator(tmp_path, eval_distribute=strategy).evaluate(input_fn)
     assert contexts == [None, ts.InputContext(1, 0, 2)]
+
+
+def test_infinite_losses_that_cancel_are_no_number(tmp_path):
+    data = [({"x": torch.zeros(1)}, torch.tensor([value])) for value in (1.0, 2.0)]
+
+    def model_fn(features, labels, mode):
+        module = Line()
+        loss = lambda outputs, labels: (labels - 1.5).sum() * float("inf") + outputs.sum()  # noqa: E731
+        return ts.estimator.EstimatorSpec(mode, module=module, loss=loss)
+
+    assert np.isnan(ts.estimator.Estimator(model_fn, str(tmp_path)).evaluate(lambda: data)["loss"])

@@ -45,6 +45,16 @@ def test_checkpoints_come_by_the_chiefs_clock(tmp_path, process_pool, num_local)
     assert saved_steps(tmp_path) == [0, 4, 8, 10]  # it looks at the clock before the step
 
 
+def test_a_hook_of_the_chief_saves_together_with_the_others(tmp_path, process_pool, num_local):
+    found = process_pool(2).run(hooks_on_ranks.save_by_a_hook_of_the_chief, tmp_path, num_local)
+    assert found == [(5, [0, 2, 4, 5]), (5, [])]
+    assert saved_steps(tmp_path) == [0, 2, 4, 5]
+
+
+def test_one_rank_asks_for_the_end_before_the_first_step(tmp_path, process_pool, num_local):
+    assert process_pool(2).run(hooks_on_ranks.stop_at_once, tmp_path, num_local) == [0, 0]
+
+
 def test_all_ranks_find_that_the_loss_is_no_number(tmp_path, process_pool, num_local):
     assert process_pool(2).run(hooks_on_ranks.diverge, tmp_path, num_local) == [True, True]
 

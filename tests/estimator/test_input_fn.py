@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import numpy as np
@@ -21,6 +22,7 @@ def test_known_arguments_come_by_name():
     assert call(lambda params, mode: (mode, params)) == ("train", {"lr": 0.1})
     assert call(lambda *, config: config) == "config"
     assert call(lambda other=3: other) == 3
+    assert call(functools.partial(lambda mode, params: (mode, params), params="mine")) == ("train", "mine")
 
 
 def test_input_context_comes_from_a_strategy_only():

@@ -65,6 +65,28 @@ def test_a_killed_training_goes_on_with_the_next_batch(tmp_path, input_fn, num_r
         assert estimator("broken").get_variable_value(name) == estimator("unbroken").get_variable_value(name)
 
 
+def test_a_hook_of_the_spec_comes_before_the_first_checkpoint_too(tmp_path):
+    def estimator(folder):
+        plain = make_estimator(tmp_path / folder, save_checkpoints_steps=2)
+
+        def model_fn(features, labels, mode):
+            spec = plain.model_fn(features, labels, mode, plain.config)
+            return spec._replace(training_hooks=[ts.estimator.CheckpointInputPipelineHook(plain)])
+
+        return ts.estimator.Estimator(model_fn, config=plain.config)
+
+    def losses(folder, *hooks):
+        recorder = Recorder("loss")
+        with contextlib.suppress(InterruptedError):
+            estimator(folder).train(listed, hooks=[recorder, *hooks])
+        return recorder.results
+
+    unbroken = losses("unbroken")
+    assert losses("broken", Fail(3)) == unbroken[:3]
+    assert losses("broken", Fail(3)) == unbroken[2:3]  # killed before the next checkpoint
+    assert losses("broken") == unbroken[2:]
+
+
 def test_calls_of_train_go_on(tmp_path):
     unbroken = train(make_estimator(tmp_path / "unbroken"), listed)
     estimator = make_estimator(tmp_path / "parts")

@@ -26,6 +26,12 @@ def test_values_are_logged_every_so_many_steps(tmp_path, lines):
     assert found[0] == "step = 0, w = 0.03"
 
 
+def test_values_by_name_are_in_the_order_of_their_names(tmp_path, lines):
+    hook = ts.estimator.LoggingTensorHook({"z": "global_step", "a": "loss"}, every_n_iter=10)
+    make_estimator(tmp_path).train(lambda: batches(number=1), hooks=[hook])
+    assert "a = 5.0, z = 0" in lines()
+
+
 def test_the_estimator_logs_the_loss_as_tf_does(tmp_path, lines):
     make_estimator(tmp_path, log_step_count_steps=2).train(lambda: batches(number=4))
     assert "loss = 5.0, step = 0" in lines()

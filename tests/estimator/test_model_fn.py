@@ -56,12 +56,19 @@ def test_callables_of_other_kinds():
     def keyword_only(features, *, mode):
         return make_spec(mode)
 
-    for model_fn in (Made(), Made().method, functools.partial(with_more, width=3), keyword_only):
-        if isinstance(model_fn, functools.partial):
-            with pytest.raises(ValueError, match="width"):
-                call(model_fn)  # a keyword of a partial may still be given, and tf refuses it, too
-            model_fn = functools.partial(lambda width, features, mode: make_spec(mode), 3)
+    first = functools.partial(lambda width, features, mode: make_spec(mode), 3)
+    for model_fn in (Made(), Made().method, functools.partial(with_more, width=3), first, keyword_only):
         assert call(model_fn).mode == "train"
+
+
+def test_what_a_partial_gives_is_kept():
+    def model_fn(features, mode, params):
+        return make_spec(mode, predictions=lambda outputs: params)
+
+    spec = call(functools.partial(model_fn, params={"mine": 1}))
+    assert spec.predictions(None) == {"mine": 1}
+    with pytest.raises(ValueError, match="does not include params"):
+        call(functools.partial(model_fn, params={"mine": 1}), params={"other": 2})
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,15 @@ def test_a_hook_of_the_program_replaces_the_estimators(tmp_path):
     assert listener.events[-1] == ("end", 4)
 
 
+def test_a_hook_keeps_a_listener_once(tmp_path):
+    hook = ts.estimator.CheckpointSaverHook(str(tmp_path), save_steps=3)
+    listener = Listener()
+    estimator = make_estimator(tmp_path)
+    for _ in range(2):
+        estimator.train(lambda: batches(number=3), hooks=[hook], saving_listeners=[listener])
+    assert [event for event in listener.events if event[0] == "after"] == [("after", step) for step in (0, 3, 3, 6)]
+
+
 def test_checkpoints_elsewhere_are_complete(tmp_path):
     hook = ts.estimator.CheckpointSaverHook(tmp_path / "other", save_steps=2, checkpoint_basename="mine")
     make_estimator(tmp_path / "model").train(lambda: batches(number=3), hooks=[hook])

@@ -36,7 +36,7 @@ def test_unknown_modes_need_nothing(mode):
 
 def test_a_tensor_as_loss_has_one_element():
     for shape in ((), (1,), (1, 1)):
-        assert est.EstimatorSpec("eval", loss=torch.zeros(shape)).loss.numel() == 1
+        assert est.EstimatorSpec("eval", loss=torch.zeros(shape)).loss.shape == ()
     with pytest.raises(ValueError, match="must be scalar"):
         est.EstimatorSpec("eval", loss=torch.zeros(2))
 
@@ -108,6 +108,7 @@ def test_one_of_several_signatures_must_be_the_default():
         est.EstimatorSpec("infer", predictions=identity, export_outputs=two)
     spec = est.EstimatorSpec("infer", predictions=identity, export_outputs={**two, "serving_default": identity})
     assert len(spec.export_outputs) == 3
+    assert est.EstimatorSpec("infer", predictions=identity, export_outputs={}).export_outputs == {}
 
 
 @pytest.mark.parametrize("export_outputs", [5, {"a": 5}])

@@ -228,6 +228,23 @@ def test_a_checkpoint_that_is_deleted_before_its_evaluation_is_passed_over(tmp_p
     assert "was deleted before it was evaluated" in caplog.text
 
 
+def test_a_checkpoint_that_is_deleted_before_its_export_is_left_out(tmp_path, caplog):
+    estimator = make_estimator(tmp_path, keep_checkpoint_max=1)
+    estimator.train(input_fn, steps=2)
+
+    class Delete(est.SessionRunHook):
+        def end(self, session):
+            (tmp_path / "model.ckpt-2.pt").unlink()
+
+    receiver_fn = est.export.build_raw_serving_input_receiver_fn({"x": torch.ones(2)})
+    exporters = [est.LatestExporter("latest", receiver_fn), NoteExports()]
+    evaluator = CheckpointEvaluator(estimator, est.EvalSpec(input_fn, 1, hooks=[Delete()], exporters=exporters), None)
+    evaluation = evaluator.evaluate()
+    assert evaluation.metrics["global_step"] == 2
+    assert evaluation.exports == [None, "export of 2"]
+    assert "was deleted before 'latest' exported it" in caplog.text
+
+
 def test_an_error_of_the_evaluation_ends_the_training(tmp_path):
     def broken_input_fn():
         raise OSError("no such data")

@@ -46,3 +46,16 @@ def test_a_failure_of_one_process_ends_the_others(tmp_path, where):
 def test_a_failure_of_all_processes_leaves_them_able_to_train(tmp_path, process_pool):
     found = process_pool(2).run(training_on_ranks.diverge_and_train_again, tmp_path)
     assert found == [("NanLossDuringTrainingError", 2)] * 2
+
+
+def test_the_chiefs_checkpoint_says_whether_there_is_nothing_left_to_train(tmp_path, process_pool):
+    assert process_pool(2).run(training_on_ranks.skip, tmp_path) == [0, 0]
+
+
+def test_infinite_losses_that_cancel_are_no_number(tmp_path, process_pool):
+    assert process_pool(2).run(training_on_ranks.cancel, tmp_path) == ["NanLossDuringTrainingError"] * 2
+
+
+def test_the_chief_can_not_evaluate_alone_with_the_strategy_of_all(tmp_path, process_pool):
+    for message in process_pool(2).run(training_on_ranks.train_and_evaluate_together, tmp_path):
+        assert "the chief evaluates alone" in message

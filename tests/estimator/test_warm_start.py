@@ -134,6 +134,25 @@ def test_what_does_not_fit_is_named(tmp_path, first, arguments, net, message):
         estimator_of(tmp_path / "second", settings, **net).train(input_fn)
 
 
+@pytest.mark.parametrize(
+    ("num_words", "axis", "previous", "message"),
+    [
+        ((4, 3), 0, "words.weight", "uses 4 words of .*new.txt, but axis 0 of the variable has 3"),
+        ((3, 4), 0, "words.weight", "uses 4 words of .*old.txt, but axis 0 of the variable has 3"),
+        ((2, 2), 1, "head.weight", r"Shape of variable words.weight \(\(3, 2\)\) doesn't match .* \(\(1, 2\)\)"),
+    ],
+)
+def test_vocabularies_that_do_not_fit_are_named(tmp_path, first, num_words, axis, previous, message):
+    for name in ("new", "old"):
+        (tmp_path / f"{name}.txt").write_text("a\nb\nc\nd\n")
+    new, old = num_words
+    info = ts.estimator.VocabInfo(str(tmp_path / "new.txt"), new, 0, str(tmp_path / "old.txt"), old, axis=axis)
+    names = {"words.weight": previous}
+    settings = ts.estimator.WarmStartSettings(first.model_dir, ".*", {"words.weight": info}, names)
+    with pytest.raises(ValueError, match=message):
+        estimator_of(tmp_path / "second", settings).train(input_fn)
+
+
 def test_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no checkpoint"):
         estimator_of(tmp_path / "second", str(tmp_path)).train(input_fn)

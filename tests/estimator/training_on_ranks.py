@@ -1,10 +1,13 @@
 """Trainings and evaluations of several processes that step together."""
 
+from unittest import mock
+
 import torch
 
 import torchstrategy as ts
 from tests.estimator.hook_programs import Line, Recorder, batches, make_estimator
 from tests.programs import cpu_devices
+from torchstrategy.estimator import training
 
 
 def _rank(strategy):
@@ -91,3 +94,53 @@ def diverge_and_train_again(folder):
         first = type(error).__name__
     second = make_estimator(folder / "second", train_distribute=strategy).train(lambda: batches(), steps=2)
     return first, int(second.get_variable_value("global_step"))
+
+
+def skip(folder):
+    """Train to a step and, where only the chief sees the checkpoint of it, to the same again."""
+    strategy = ts.MirroredStrategy()
+    make_estimator(folder, train_distribute=strategy).train(lambda: batches(), max_steps=2)
+    calls = []
+
+    def input_fn():
+        calls.append(1)
+        return batches()
+
+    with mock.patch.object(training, "latest_checkpoint") as latest:
+        latest.return_value = str(folder / "model.ckpt-2") if _rank(strategy) == 0 else None
+        make_estimator(folder, train_distribute=strategy).train(input_fn, max_steps=2)
+    return len(calls)
+
+
+def cancel(folder):
+    """Train with a loss that is infinite on both ranks, with opposite signs; return what each raises."""
+    strategy = ts.MirroredStrategy()
+    sign = 1 - 2 * _rank(strategy)
+
+    def model_fn(features, labels, mode):
+        module = Line()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+        def loss(outputs, labels):
+            return outputs.sum() + sign * float("inf")
+
+        return ts.estimator.EstimatorSpec(mode, module=module, loss=loss, train_op=optimizer)
+
+    config = ts.estimator.RunConfig(train_distribute=strategy)
+    try:
+        ts.estimator.Estimator(model_fn, str(folder), config).train(lambda: batches())
+    except (ts.estimator.NanLossDuringTrainingError, ValueError) as error:
+        return type(error).__name__
+    return None
+
+
+def train_and_evaluate_together(folder):
+    """Give the strategy of all processes to evaluations that the chief would make alone."""
+    strategy = ts.MirroredStrategy()
+    estimator = make_estimator(folder, train_distribute=strategy, eval_distribute=strategy)
+    train_spec = ts.estimator.TrainSpec(lambda: batches(), max_steps=2)
+    try:
+        ts.estimator.train_and_evaluate(estimator, train_spec, ts.estimator.EvalSpec(lambda: batches()))
+    except ValueError as error:
+        return str(error)
+    return None

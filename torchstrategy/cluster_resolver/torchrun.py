@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torchstrategy.cluster_resolver.address import format_address
@@ -11,9 +13,16 @@ from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_u
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.log import warn_once
 
-__all__ = ["TorchrunClusterResolver", "TorchrunEnvironment", "is_one_of_several", "warn_of_independent_copies"]
+__all__ = [
+    "TorchrunClusterResolver",
+    "TorchrunEnvironment",
+    "is_one_of_several",
+    "training_nothing",
+    "warn_of_independent_copies",
+]
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_trains_nothing: ContextVar[bool] = ContextVar("trains_nothing", default=False)
 
 
 @dataclass(frozen=True)
@@ -202,8 +211,20 @@ def warn_of_independent_copies(strategy_name: str) -> None:
     Args:
         strategy_name: the strategy's class.
     """
+    if _trains_nothing.get():
+        return
     warn_once(
         f"{strategy_name} trains alone, but WORLD_SIZE says that this process is one of several: each of them trains "
         "an independent copy. Use ts.MirroredStrategy() to train one model together, or on several hosts "
         "ts.MultiWorkerMirroredStrategy()."
     )
+
+
+@contextlib.contextmanager
+def training_nothing() -> Iterator[None]:
+    """Let a strategy run in one process of several without a warning: copies that only evaluate stay equal."""
+    token = _trains_nothing.set(True)
+    try:
+        yield
+    finally:
+        _trains_nothing.reset(token)

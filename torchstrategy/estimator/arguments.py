@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ __all__ = ["argument_names"]
 
 
 def argument_names(fn: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a callable's arguments; of a partial, those that can still be given."""
+    """Return the names of a callable's arguments; of a ``functools.partial``, those that it does not give itself."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(name for name, parameter in inspect.signature(fn).parameters.items() if parameter.kind in named)
+    given = fn.keywords if isinstance(fn, functools.partial) else {}
+    parameters = inspect.signature(fn).parameters.items()
+    return frozenset(name for name, parameter in parameters if parameter.kind in named and name not in given)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from torchstrategy.checkpoint.atomic import index_path
 from torchstrategy.checkpoint.checkpoint import Checkpoint
-from torchstrategy.errors import NotFoundError
+from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.estimator.global_step import GLOBAL_STEP, as_current, make_global_step
 from torchstrategy.estimator.model_fn import call_model_fn
 from torchstrategy.estimator.run_config import RunConfig
@@ -102,11 +104,17 @@ def restore(built: Built, path: str) -> None:
 
     Raises:
         NotFoundError: there is no such checkpoint, or it lacks some of the model's variables.
+        DataLossError: its file is damaged.
         ValueError: it holds variables of other shapes, or other kinds of optimizers.
     """
     logger.info("Restoring parameters from %s", path)
     try:
         status = built.checkpoint.restore(path)
+    except DataLossError as error:
+        index = index_path(os.path.dirname(path))
+        raise DataLossError(
+            f"{error} To go on from an earlier one, delete this one from 'written' in {index}."
+        ) from error
     except ValueError as error:
         raise ValueError(f"{error} {_OTHER_MODEL}") from error
     try:

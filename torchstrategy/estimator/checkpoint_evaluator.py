@@ -86,16 +86,23 @@ class CheckpointEvaluator:
 
     def _export(self, metrics: dict[str, Any], path: str) -> list[Any]:
         directory = os.path.join(self._estimator.model_dir, "export")
-        return [
-            exporter.export(
-                estimator=self._estimator,
-                export_path=os.path.join(directory, exporter.name),
-                checkpoint_path=path,
-                eval_result=metrics,
-                is_the_final_export=self.is_last(Evaluation(metrics)),
-            )
-            for exporter in self._spec.exporters
-        ]
+        exports: list[Any] = []
+        for exporter in self._spec.exporters:
+            try:
+                exported = exporter.export(
+                    estimator=self._estimator,
+                    export_path=os.path.join(directory, exporter.name),
+                    checkpoint_path=path,
+                    eval_result=metrics,
+                    is_the_final_export=self.is_last(Evaluation(metrics)),
+                )
+            except (NotFoundError, DataLossError) as error:
+                if os.path.isfile(path + SUFFIX):
+                    raise
+                logger.warning("The checkpoint %s was deleted before %r exported it: %s", path, exporter.name, error)
+                exported = None
+            exports.append(exported)
+        return exports
 
     def _warn(self, message: str) -> None:
         """Say why nothing is evaluated, from time to time."""

@@ -20,7 +20,7 @@ from torchstrategy.estimator.saved_model import export_saved_model
 from torchstrategy.estimator.serving_input import ServingInputReceiver
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys, check_hooks, check_listeners
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
-from torchstrategy.estimator.variables import as_array, load_global_step, load_variables
+from torchstrategy.estimator.variables import as_array, load_variables
 from torchstrategy.estimator.warm_start import WarmStartSettings, as_settings
 from torchstrategy.log import logger, show_info
 
@@ -150,12 +150,10 @@ class Estimator:
         if steps is not None and max_steps is not None:
             raise ValueError("Can not provide both steps and max_steps.")
         _check_positive(steps=steps, max_steps=max_steps)
-        if max_steps is not None:
-            latest = self.latest_checkpoint()
-            if latest is not None and load_global_step(latest) >= max_steps:
-                logger.info("Skipping training since max_steps has already saved.")
-                training.skip_training(self.config)
-                return self
+        if max_steps is not None and training.has_saved(self.config, max_steps):
+            logger.info("Skipping training since max_steps has already saved.")
+            training.skip_training(self.config)
+            return self
         all_hooks = list(check_hooks(hooks))
         if steps is not None or max_steps is not None:
             all_hooks.append(StopAtStepHook(steps, max_steps))

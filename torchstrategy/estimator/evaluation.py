@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from torchstrategy import tree
 from torchstrategy.checkpoint.directory import latest_checkpoint
+from torchstrategy.cluster_resolver.torchrun import training_nothing
 from torchstrategy.estimator.batches import open_batches
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore
 from torchstrategy.estimator.eval_metrics import write_eval_metrics
@@ -22,7 +23,7 @@ from torchstrategy.estimator.loop import reporting_failures, run_steps
 from torchstrategy.estimator.seeding import seeded
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.specs import ModeKeys
-from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean
+from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean, total
 from torchstrategy.estimator.variables import as_array
 from torchstrategy.log import logger
 from torchstrategy.losses.torch_losses import replica_means
@@ -55,6 +56,7 @@ class EvaluationStepsHook(SessionRunHook):
             run_context.request_stop()
 
 
+@training_nothing()
 def evaluate_model(
     definition: Definition,
     input_fn: Callable[..., Any],
@@ -176,10 +178,10 @@ class _Totals:
         record = [self._sum, self._count]
         records = [record] if strategy.workers is None else strategy.workers.exchange("Estimator: mean loss", record)
         sums, counts = zip(*records, strict=True)
-        return math.fsum(sums) / sum(counts) if sum(counts) else 0.0
+        return total(sums) / sum(counts) if sum(counts) else 0.0
 
     def _read(self) -> None:
-        self._sum += math.fsum(loss.item() for loss in self._losses)
+        self._sum += total([loss.item() for loss in self._losses])
         self._losses.clear()
 
 

@@ -28,8 +28,8 @@ class LoggingTensorHook(SessionRunHook):
     the chief alone.
 
     Args:
-        tensors: what to log: a dict of fetches by the names to show them under, or a list of fetches. See
-            ``SessionRunArgs`` for what can be fetched.
+        tensors: what to log: a dict of fetches by the names to show them under, in whose order they are shown, or a
+            list of fetches. See ``SessionRunArgs`` for what can be fetched.
         every_n_iter: steps between two lines. The first step is logged.
         every_n_secs: seconds between two lines.
         at_end: also log at the end. Otherwise exactly one of ``every_n_iter`` and ``every_n_secs`` is needed.
@@ -61,6 +61,7 @@ class LoggingTensorHook(SessionRunHook):
         if every_n_iter is not None and every_n_iter <= 0:
             raise ValueError(f"invalid every_n_iter={every_n_iter}. It must be positive.")
         self._fetches = name_fetches(tensors)
+        self._order = sorted(self._fetches) if isinstance(tensors, Mapping) else list(self._fetches)
         self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
         self._at_end = at_end
         self._formatter = formatter
@@ -94,7 +95,7 @@ class LoggingTensorHook(SessionRunHook):
         if self._formatter is not None:
             logger.info(self._formatter(values))
             return
-        line = ", ".join(f"{name} = {show_value(value)}" for name, value in values.items())
+        line = ", ".join(f"{name} = {show_value(values[name])}" for name in self._order)
         logger.info("%s", line if elapsed_s is None else f"{line} ({elapsed_s:.3f} sec)")
 
 

@@ -40,6 +40,7 @@ def run_steps(
         prepare()
         session.note_restored()
         calls.after_create_session(session)
+        session.agree_to_stop()
         while not session.should_stop():
             calls.before_run(session)
             batch = batches.next()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchstrategy.cluster_resolver.torchrun import training_nothing
 from torchstrategy.estimator.batches import open_batches
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore
 from torchstrategy.estimator.evaluation import find_checkpoint
@@ -33,7 +34,8 @@ def predict_with_model(
     yield_single_examples: bool,
 ) -> Iterator[Any]:
     """Yield predictions as NumPy arrays."""
-    strategy = plain_strategy()
+    with training_nothing():
+        strategy = plain_strategy()
     with seeded(definition.config.tf_random_seed):  # a generator's caller has its own random numbers meanwhile
         batches = open_batches(input_fn, definition, strategy, ModeKeys.PREDICT, is_distributed=False)
         example = batches.example()
@@ -63,7 +65,8 @@ def _make_step(built: Built, predict_keys: Any, predicted: list[Any]) -> Callabl
             return detached(outputs), _chosen(_checked(predictions(outputs)), predict_keys)
 
     def step(features: Any, labels: Any) -> StepResult:  # noqa: ARG001 - those of data for training are left out
-        outputs, chosen = built.strategy.run(replica_step, args=(features,))
+        with training_nothing():
+            outputs, chosen = built.strategy.run(replica_step, args=(features,))
         is_named = isinstance(chosen, Mapping)
         predicted.append({k: _as_array(v) for k, v in chosen.items()} if is_named else _as_array(chosen))
         return StepResult(None, outputs)

@@ -238,8 +238,8 @@ def _make_program(spec: Any, receiver: ServingInputReceiver) -> tuple[Any, dict[
             computed = served.compute(example)
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
         raise ValueError(
-            f"The model failed with the features of serving_input_receiver_fn: {type(error).__name__}: {error}. They "
-            "must be such as input_fn returns; the cause is above. It was given "
+            f"The model failed with the features of serving_input_receiver_fn: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. They must be such as input_fn returns; the cause is above. It was given "
             f"{describe_data(receiver.features_of(example))}."
         ) from error
     program = trace(served, (example,), {}, dynamic_batch=receiver.dynamic_batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.estimator.building import Built, Definition
 from torchstrategy.estimator.hooks import resolve_fetches
 from torchstrategy.estimator.specs import EstimatorSpec
+from torchstrategy.estimator.steps import total
 from torchstrategy.estimator.variables import named_buffers, named_parameters
 from torchstrategy.strategy import Strategy
 
@@ -181,7 +181,7 @@ class Session:
         self._wants_save = False
         losses, stops, saves = zip(*self._exchange("losses and wishes of a step", record), strict=True)
         known = [value for value in losses if value is not None]
-        self._loss = math.fsum(known) / len(known) if known else None
+        self._loss = total(known) / len(known) if known else None
         self._is_stopped = any(stops)
         self._save_agreed = any(saves)
 

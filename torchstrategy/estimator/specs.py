@@ -116,7 +116,7 @@ class EstimatorSpec(_EstimatorSpec):
         module: nn.Module | None = None,
     ) -> EstimatorSpec:
         _check_train_op(train_op, mode)
-        _check_loss(loss, mode)
+        loss = _checked_loss(loss, mode)
         predictions = _checked_predictions(predictions, mode)
         if mode == ModeKeys.PREDICT:
             export_outputs = _checked_export_outputs(export_outputs, predictions)
@@ -288,14 +288,17 @@ def _check_train_op(train_op: Any, mode: str | None) -> None:
             )
 
 
-def _check_loss(loss: Any, mode: str | None) -> None:
+def _checked_loss(loss: Any, mode: str | None) -> Any:
     if loss is None:
         if mode in (ModeKeys.TRAIN, ModeKeys.EVAL):
             raise ValueError("Missing loss. Give EstimatorSpec(loss=) a function of (outputs, labels).")
-        return
+        return None
     _check_function_or_tensor(loss, "loss", "(outputs, labels)")
-    if isinstance(loss, Tensor) and loss.numel() != 1:
+    if not isinstance(loss, Tensor):
+        return loss
+    if loss.numel() != 1:
         raise ValueError(f"Loss must be scalar. Received a tensor of shape {tuple(loss.shape)}.")
+    return loss.reshape(())
 
 
 def _checked_predictions(predictions: Any, mode: str | None) -> Any:
@@ -337,7 +340,7 @@ def _checked_export_outputs(export_outputs: Any, predictions: Any) -> dict[str, 
         checked[name] = output if isinstance(output, ExportOutput) else PredictOutput(output)
     if len(checked) == 1:
         checked.setdefault(DEFAULT_SERVING_SIGNATURE_DEF_KEY, *checked.values())
-    elif DEFAULT_SERVING_SIGNATURE_DEF_KEY not in checked:
+    elif checked and DEFAULT_SERVING_SIGNATURE_DEF_KEY not in checked:
         raise ValueError(
             "Multiple export_outputs were provided, but none of them is the default one. Call that one "
             f"{DEFAULT_SERVING_SIGNATURE_DEF_KEY!r}. Received: {sorted(checked)}"

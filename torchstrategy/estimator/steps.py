@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torchstrategy import tree
 
-__all__ = ["StepResult", "compute_loss", "detached", "is_first_here", "mean"]
+__all__ = ["StepResult", "compute_loss", "detached", "is_first_here", "mean", "total"]
 
 
 class StepResult(NamedTuple):
@@ -61,6 +62,14 @@ def detached(outputs: Any) -> Any:
 def is_first_here(context: Any) -> bool:
     """Say whether a replica is this process's first one."""
     return bool(context.replica_id_in_sync_group == context.strategy.placement.local_replica_ids[0])
+
+
+def total(values: Sequence[float]) -> float:
+    """Return the sum of losses; where infinite ones cancel, or it is too large, what plain addition gives."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
 
 
 def mean(losses: Sequence[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.batches import open_batches
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore
 from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook
@@ -25,6 +26,7 @@ from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean
 from torchstrategy.estimator.stopping_hooks import NanTensorHook
 from torchstrategy.estimator.summary_hooks import SummarySaverHook
+from torchstrategy.estimator.variables import load_global_step
 from torchstrategy.estimator.warm_start import WarmStartSettings, warm_start
 from torchstrategy.log import logger
 from torchstrategy.losses.torch_losses import replica_means
@@ -32,7 +34,7 @@ from torchstrategy.strategies.between_graph_parameter_server import BetweenGraph
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategy import Strategy
 
-__all__ = ["Saver", "make_step", "skip_training", "train_model"]
+__all__ = ["Saver", "has_saved", "make_step", "skip_training", "train_model"]
 
 
 class Saver:
@@ -93,6 +95,24 @@ def training_strategy(config: RunConfig) -> tuple[Strategy, bool]:
     return plain_strategy(), False
 
 
+def has_saved(config: RunConfig, step: int) -> bool:
+    """Say whether the latest checkpoint, the chief's for processes that train together, is of a step or a later one."""
+    strategy = config.train_distribute
+    if strategy is None or strategy.workers is None:
+        return _latest_step(config) >= step
+    with reporting_failures(strategy):
+        reached = strategy.is_chief and _latest_step(config) >= step
+        return bool(strategy.workers.broadcast_object("Estimator: whether max_steps has already saved", reached))
+
+
+def _latest_step(config: RunConfig) -> int:
+    latest = latest_checkpoint(str(config.model_dir))
+    try:
+        return -1 if latest is None else load_global_step(latest)
+    except NotFoundError:  # another process has just replaced it; what is missing for good is found when it is restored
+        return -1
+
+
 def skip_training(config: RunConfig) -> None:
     """Let parameter servers know that this process has nothing to train, so that they don't wait for it."""
     strategy, _ = training_strategy(config)
@@ -151,7 +171,7 @@ def _all_hooks(
 ) -> list[SessionRunHook]:
     """Return a training's hooks in tf's order: those of the chief, the program's, and those that watch the loss."""
     config, model_dir = session.config, session.model_dir
-    of_chief: list[SessionRunHook] = list(spec.training_chief_hooks)
+    of_chief = _hooks_of_chief(session, spec)
     saver_hooks = [hook for hook in (*hooks, *spec.training_hooks, *of_chief) if isinstance(hook, CheckpointSaverHook)]
     saves_here = session.is_chief or session.is_synchronous_group
     own: list[SessionRunHook] = []
@@ -164,10 +184,11 @@ def _all_hooks(
             "There should be a CheckpointSaverHook to use saving_listeners. Please set one of the "
             "RunConfig.save_checkpoints_steps or RunConfig.save_checkpoints_secs."
         )
+    if session.is_chief and saving_listeners:
+        listeners = saver_hooks[0].listeners  # a hook of the program's may have them from the training before
+        listeners.extend(listener for listener in saving_listeners if listener not in listeners)
+    own += of_chief
     if session.is_chief:
-        if saving_listeners:
-            saver_hooks[0].listeners.extend(saving_listeners)
-        own += of_chief
         if config.log_step_count_steps:
             own.append(StepCounterHook(config.log_step_count_steps, output_dir=model_dir))
         if config.save_summary_steps:
@@ -177,9 +198,18 @@ def _all_hooks(
         fetches = {"loss": "loss", "step": "global_step"}
         loss_hooks.append(LoggingTensorHook(fetches, every_n_iter=config.log_step_count_steps))
     # Its position must be part of the first checkpoint, and come from the one that is restored.
-    positions = [hook for hook in hooks if isinstance(hook, CheckpointInputPipelineHook)]
-    others = [hook for hook in hooks if hook not in positions]
-    return [*positions, *own, *others, *loss_hooks, *spec.training_hooks]
+    ordered = [*own, *hooks, *loss_hooks, *spec.training_hooks]
+    return sorted(ordered, key=lambda hook: not isinstance(hook, CheckpointInputPipelineHook))
+
+
+def _hooks_of_chief(session: Session, spec: EstimatorSpec) -> list[SessionRunHook]:
+    """Return a spec's hooks of the chief; elsewhere those that save, which processes that step together do together."""
+    if session.is_chief:
+        return list(spec.training_chief_hooks)
+    savers = [hook for hook in spec.training_chief_hooks if isinstance(hook, CheckpointSaverHook)]
+    for hook in savers:
+        hook.listeners.clear()  # which are called where checkpoints are written
+    return list(savers) if session.is_synchronous_group else []
 
 
 def _restore_or_warm_start(built: Built, config: RunConfig, settings: WarmStartSettings | None) -> None:

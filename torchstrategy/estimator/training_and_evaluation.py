@@ -49,7 +49,7 @@ def train_and_evaluate(
     Raises:
         TypeError: an argument has another type.
         ValueError: the task can't take part: it is a second evaluator, a ``master``, or one of several that train while
-            no strategy joins them.
+            no strategy joins them; or ``eval_distribute`` joins processes of which only the chief evaluates.
 
     Example:
         >>> import tempfile
@@ -101,6 +101,13 @@ def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec, evaluator: CheckpointEvaluator
 ) -> tuple[dict[str, Any] | None, list[Any] | None]:
     config = estimator.config
+    if config.eval_distribute is not None and config.eval_distribute.workers is not None:
+        raise ValueError(
+            "RunConfig(eval_distribute=) joins several processes. Without a cluster in TF_CONFIG the chief evaluates "
+            "alone while the others wait. Leave it out, give it a strategy for one process, or call "
+            "Estimator.train and Estimator.evaluate in turn in all processes. Received: a "
+            f"{type(config.eval_distribute).__name__}"
+        )
     where = (
         "Running training on several processes, of which the chief evaluates while the others wait."
         if _is_synchronous(config)

@@ -137,7 +137,7 @@ def warm_start(module: nn.Module, strategy: Strategy, settings: WarmStartSetting
                 f"Tensor {previous.get(name, name)!r} is not found in {path} checkpoint, which holds {sorted(saved)}. "
                 "Choose variables by vars_to_warm_start=, or name it by var_name_to_prev_var_name=."
             )
-        values[name] = _remapped(found, own, vocabularies[name]) if name in vocabularies else found
+        values[name] = _remapped(name, found, own, vocabularies[name]) if name in vocabularies else found
         if values[name].shape != own.shape:
             raise ValueError(
                 f"Shape of variable {name} ({tuple(own.shape)}) doesn't match with shape of tensor "
@@ -165,13 +165,28 @@ def _chosen(patterns: str | Sequence[str] | None, parameters: list[str], buffers
     return [name for name in (*parameters, *buffers) if any(re.match(pattern, name) for pattern in patterns)]
 
 
-def _remapped(old: Tensor, own: Tensor, info: VocabInfo) -> Tensor:
-    """Return the values of a variable whose words have other places than in the checkpoint."""
+def _remapped(name: str, old: Tensor, own: Tensor, info: VocabInfo) -> Tensor:
+    """Return the values of a variable whose words have other places than in the checkpoint.
+
+    Raises:
+        ValueError: a vocabulary has more words than there are rows, or the rows are of different shapes.
+    """
     old_words = _words(info.old_vocab)[: None if info.old_vocab_size < 0 else info.old_vocab_size]
     new_words = _words(info.new_vocab)[: info.new_vocab_size]
     places = {word: i for i, word in enumerate(old_words)}
     values = own.detach().cpu().transpose(0, info.axis).clone()
     source = old.transpose(0, info.axis)
+    if values.shape[1:] != source.shape[1:]:
+        raise ValueError(
+            f"Shape of variable {name} ({tuple(own.shape)}) doesn't match with shape of the tensor "
+            f"({tuple(old.shape)}) from checkpoint reader, other than in axis {info.axis} of its VocabInfo."
+        )
+    for words, path, rows in ((new_words, info.new_vocab, values), (old_words, info.old_vocab, source)):
+        if len(words) > len(rows):
+            raise ValueError(
+                f"The VocabInfo of variable {name} uses {len(words)} words of {path}, but axis {info.axis} of the "
+                f"variable has {len(rows)}."
+            )
     for i, word in enumerate(new_words):
         if word in places:
             values[i] = source[places[word]]

@@ -171,7 +171,7 @@ def _read(value: Any, key: str, device: torch.device) -> RawValues:
 
 def _read_tensor(value: Tensor, key: str, device: torch.device) -> RawValues:
     if value.dim() == 0:
-        raise ValueError(f"Feature (key: {key}) cannot have rank 0. Received: {value}")
+        raise ValueError(f"Feature (key: {key}) cannot have rank 0: features are batches. Received: {value}")
     if value.is_nested:
         return _read_rows(value.unbind(), key, device)
     if value.layout is not torch.strided:

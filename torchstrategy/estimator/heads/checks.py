@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.estimator.arguments import argument_names
 from torchstrategy.feature_column.numeric import NumericColumn
 from torchstrategy.losses.loss import Reduction
@@ -138,11 +139,11 @@ def check_label_range(labels: Tensor, n_classes: int) -> Tensor:
     """Return labels, if all are at least 0 and at most ``n_classes - 1``.
 
     Raises:
-        ValueError: one is not.
+        InvalidArgumentError: one is not.
     """
     wrong = ~((labels >= 0) & (labels <= n_classes - 1))
     if wrong.any():
-        raise ValueError(
+        raise InvalidArgumentError(
             f"Labels must be in [0, n_classes - 1], here [0, {n_classes - 1}]. Received: {labels[wrong][0].item()}"
         )
     return labels
