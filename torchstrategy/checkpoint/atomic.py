@@ -189,7 +189,8 @@ def write_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
         cause = error.__context__
         if isinstance(error, RuntimeError) and isinstance(cause, OSError):  # torch.save hides that the disk is full
             raise OSError(cause.errno, cause.strerror, path) from error
-        if isinstance(error, OSError) and error.filename is None:  # a write or a flush does not name the file
+        # A write or a flush does not name the file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = path
         raise
     if os.name == "posix":  # the new name itself must survive a power cut
