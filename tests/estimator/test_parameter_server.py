@@ -85,7 +85,7 @@ def test_a_killed_parameter_server_is_named_and_all_tasks_can_start_again(tmp_pa
         assert tasks.wait(*training) == [1, 1, 1]
         for name in training:
             # What notices it first words it: one of the connections to the server, or the attempt at another one.
-            assert re.search(r"UnavailableError: (The tensor connection to )?/job:ps/task:1 at ", tasks.log(name))
+            assert re.search(r"UnavailableError: .*/job:ps/task:1 at ", tasks.log(name))
             assert "Start all tasks of the cluster again" in tasks.log(name)
         before = last_step(tasks)
         tasks.kill("ps0")

@@ -203,7 +203,8 @@ def test_a_lost_parameter_server_ends_the_recipe(tmp_path):
         recipe.kill()
         recipe.wait()
     text = output_path.read_text()
-    assert re.search(r"^/job:ps/task:0 at 127\.0\.0\.1:\d+ ", text, re.MULTILINE)
+    # Which of the connections to the server notices its end first, and so how the message begins, is a matter of time.
+    assert re.search(r"^.*/job:ps/task:0 at 127\.0\.0\.1:\d+.*\nThe same command with", text, re.MULTILINE)
     assert f"The same command with folder={tmp_path / 'run'} goes on after the last epoch." in text
     assert not servers_of(tmp_path)
 
