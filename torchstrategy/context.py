@@ -5,10 +5,23 @@ It knows nothing of strategies, so every layer above can ask it. A new thread st
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Frame", "current_frame", "current_replica_context", "pop_frame", "push_frame", "set_base_frame"]
+__all__ = [
+    "Frame",
+    "current_frame",
+    "current_replica_context",
+    "pop_frame",
+    "push_frame",
+    "set_base_frame",
+    "set_within",
+]
+
+_Value = TypeVar("_Value")
 
 
 class Frame(NamedTuple):
@@ -70,3 +83,13 @@ def set_base_frame(frame: Frame | None) -> None:
             "Call it at the top level of the program."
         )
     _stack.base = frame
+
+
+@contextlib.contextmanager
+def set_within(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Give a context variable a value for the length of a ``with`` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

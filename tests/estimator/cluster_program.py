@@ -8,18 +8,9 @@ import time
 import torch
 
 import torchstrategy as ts
+from tests.estimator.lines import Line
 
 SETTINGS = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
-
-
-class Line(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(()))
-        self.b = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, features):
-        return features * self.w + self.b
 
 
 def model_fn(features, labels, mode):

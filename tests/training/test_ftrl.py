@@ -8,21 +8,8 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from tests.training.measured_ftrl import LOSSES
 from torchstrategy.training.optimizers import make_optimizer
-
-#: Losses of tf.estimator 2.15's LinearRegressor with its default optimizer, feats=[1.], label=[1.].
-MEASURED = [
-    1.0,
-    0.36591389775276184,
-    0.1597961038351059,
-    0.07362604886293411,
-    0.034663278609514236,
-    0.016476696357131004,
-    0.007866800762712955,
-    0.0037638575304299593,
-    0.0018026058096438646,
-    0.000863725203089416,
-]
 
 
 def losses_of(weight, bias, optimizer, num_steps):
@@ -39,7 +26,7 @@ def losses_of(weight, bias, optimizer, num_steps):
 def test_steps_are_those_measured():
     weight, bias = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
     optimizer = ts.optimizers.Ftrl([weight, bias], lr=0.2)
-    assert losses_of(weight, bias, optimizer, 10) == pytest.approx(MEASURED, rel=1e-6, abs=1e-7)
+    assert losses_of(weight, bias, optimizer, 10) == pytest.approx(LOSSES, rel=1e-6, abs=1e-7)
     assert weight.item() == bias.item() == pytest.approx(0.48982712626457214, abs=1e-6)
     state = optimizer.state[weight]
     assert state["accumulator"].item() == pytest.approx(6.759093761444092, rel=1e-6)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torchstrategy.cluster_resolver.address import format_address
 from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url, visible_accelerators
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.context import set_within
 from torchstrategy.log import warn_once
 
 __all__ = [
@@ -220,11 +221,6 @@ def warn_of_independent_copies(strategy_name: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def training_nothing() -> Iterator[None]:
+def training_nothing() -> AbstractContextManager[None]:
     """Let a strategy run in one process of several without a warning: copies that only evaluate stay equal."""
-    token = _trains_nothing.set(True)
-    try:
-        yield
-    finally:
-        _trains_nothing.reset(token)
+    return set_within(_trains_nothing, value=True)

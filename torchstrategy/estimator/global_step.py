@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 
+from torchstrategy.context import set_within
 from torchstrategy.options import VariableAggregation
 from torchstrategy.replicas.variables import Variable
 
@@ -29,11 +29,6 @@ def current_global_step() -> Variable | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def as_current(global_step: Variable) -> Iterator[None]:
+def as_current(global_step: Variable) -> AbstractContextManager[None]:
     """Make a global step the current one."""
-    token = _current.set(global_step)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return set_within(_current, global_step)

@@ -6,9 +6,8 @@ a strategy, by a mode of torch's functions.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.context import current_replica_context, set_within
 from torchstrategy.log import warn_once
 from torchstrategy.replicas.adapters import register_first_run_mode, register_preparation
 
@@ -41,14 +40,9 @@ _FUNCTIONS = frozenset({
 _are_meant: ContextVar[bool] = ContextVar("torchstrategy_replica_means", default=False)
 
 
-@contextlib.contextmanager
-def replica_means() -> Iterator[None]:
+def replica_means() -> AbstractContextManager[None]:
     """Let losses average over a replica's batch: the caller divides by the number of replicas. Replica context only."""
-    token = _are_meant.set(True)
-    try:
-        yield
-    finally:
-        _are_meant.reset(token)
+    return set_within(_are_meant, value=True)
 
 
 def means_are_meant() -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from torchstrategy.context import set_within
 
 __all__ = ["as_worker", "current_worker_index"]
 
@@ -25,15 +26,10 @@ def current_worker_index() -> int | None:
     return _index.get()
 
 
-@contextlib.contextmanager
-def as_worker(index: int) -> Iterator[None]:
+def as_worker(index: int) -> AbstractContextManager[None]:
     """Let this thread, and threads that take over its context variables, be those of a worker.
 
     Args:
         index: the worker's.
     """
-    token = _index.set(index)
-    try:
-        yield
-    finally:
-        _index.reset(token)
+    return set_within(_index, index)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,17 @@ from torchstrategy.transport.loop import ControlLoop, Peer
 from torchstrategy.transport.messages import Message
 from torchstrategy.transport.wires import Into
 
-__all__ = ["ServerLink", "dtype_name", "set_default_dtype"]
+__all__ = [
+    "SECONDS_BETWEEN_LINES",
+    "SECONDS_TO_FIRST_LINE",
+    "ServerLink",
+    "dtype_name",
+    "set_default_dtype",
+    "wait_for_servers",
+]
 
+#: When a process that waits for another one logs what it waits for.
+SECONDS_TO_FIRST_LINE, SECONDS_BETWEEN_LINES = 10.0, 30.0
 _ASK_S = 1.0
 _REMEDY = "Start the coordinator's program again, and restore the last checkpoint."
 
@@ -166,3 +176,33 @@ class ServerLink:
 
     def message(self, peer: Peer, message: Message) -> None:
         """Nothing comes without being asked for."""
+
+
+def wait_for_servers(links: Sequence[ServerLink], who: str, hint: str, timeout_seconds: float) -> None:
+    """Wait until all parameter servers have answered.
+
+    Args:
+        links: the connections, which are being made.
+        who: this process's name, for messages.
+        hint: what to look at when a server does not answer.
+        timeout_seconds: how long to wait.
+
+    Raises:
+        UnavailableError: one refuses this process.
+        DeadlineExceededError: one does not answer.
+    """
+    end, seconds = time.monotonic() + timeout_seconds, SECONDS_TO_FIRST_LINE
+    while True:
+        missing = [link for link in links if not link.answered.is_set()]
+        for link in links:
+            if link.refusal is not None:
+                raise UnavailableError(f"{link.name} refuses {who}: {link.refusal}")
+        if not missing:
+            return
+        left = end - time.monotonic()
+        names = ", ".join(link.name for link in missing)
+        if left <= 0:
+            raise DeadlineExceededError(f"No answer from {names} within {timeout_seconds:g} seconds. {hint}")
+        if not missing[0].wait(min(left, seconds)):
+            logger.info("Waiting for %s", names)
+            seconds = SECONDS_BETWEEN_LINES

@@ -17,7 +17,12 @@ from torchstrategy.errors import DeadlineExceededError, InvalidArgumentError, Un
 from torchstrategy.log import logger
 from torchstrategy.parameter_server.client import ParameterClient
 from torchstrategy.parameter_server.layout import VariableSpec
-from torchstrategy.parameter_server.links import ServerLink
+from torchstrategy.parameter_server.links import (
+    SECONDS_BETWEEN_LINES,
+    SECONDS_TO_FIRST_LINE,
+    ServerLink,
+    wait_for_servers,
+)
 from torchstrategy.parameter_server.sharing_service import CHIEF, TASK
 from torchstrategy.transport.loop import ControlLoop
 from torchstrategy.transport.messages import Message
@@ -26,7 +31,6 @@ from torchstrategy.transport.secret import Secret
 
 __all__ = ["SharedLayout", "SharingClient", "SharingLink", "connect", "finish"]
 
-_SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
 
 
@@ -245,7 +249,7 @@ class SharingClient(ParameterClient):
 
     def _wait(self, is_done: Callable[[dict[str, Any]], bool], what: str, timeout_seconds: float) -> None:
         start = time.monotonic()
-        pause_s, next_line_s = _FIRST_PAUSE_S, _SECONDS_TO_FIRST_LINE
+        pause_s, next_line_s = _FIRST_PAUSE_S, SECONDS_TO_FIRST_LINE
         while not is_done(dict(_call(self.links[0], Message("status", {})).fields)):
             waited_s = time.monotonic() - start
             if waited_s > timeout_seconds:
@@ -255,7 +259,7 @@ class SharingClient(ParameterClient):
                 )
             if waited_s > next_line_s:
                 logger.info("Waiting for %s %s", self._chief, what)
-                next_line_s = waited_s + _SECONDS_BETWEEN_LINES
+                next_line_s = waited_s + SECONDS_BETWEEN_LINES
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -287,24 +291,9 @@ def connect(
     hello = {"role": CHIEF if is_chief else TASK, "incarnation": 0, "task": task}
     for link in links:
         link.connect(loop, hello, secret=secret)
-    end, seconds = time.monotonic() + timeout_seconds, _SECONDS_TO_FIRST_LINE
-    while True:
-        missing = [link for link in links if not link.answered.is_set()]
-        for link in links:
-            if link.refusal is not None:
-                raise UnavailableError(f"{link.name} refuses {task}: {link.refusal}")
-        if not missing:
-            return links
-        left = end - time.monotonic()
-        names = ", ".join(link.name for link in missing)
-        if left <= 0:
-            raise DeadlineExceededError(
-                f"No answer from {names} within {timeout_seconds:g} seconds. Does a task with the type 'ps' run there, "
-                "with the same cluster in TF_CONFIG and the same secret?"
-            )
-        if not missing[0].wait(min(left, seconds)):
-            logger.info("Waiting for %s", names)
-            seconds = _SECONDS_BETWEEN_LINES
+    hint = "Does a task with the type 'ps' run there, with the same cluster in TF_CONFIG and the same secret?"
+    wait_for_servers(links, task, hint, timeout_seconds)
+    return links
 
 
 def finish(links: Sequence[SharingLink]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+
+from torchstrategy.context import set_within
 
 __all__ = ["new_tensor", "spilled_to"]
 
@@ -19,14 +21,9 @@ _MIN_BYTES = 1 << 20
 _directory: ContextVar[str | None] = ContextVar("directory", default=None)
 
 
-@contextlib.contextmanager
-def spilled_to(directory: str) -> Iterator[None]:
+def spilled_to(directory: str) -> AbstractContextManager[None]:
     """Let ``new_tensor`` make tensors in files without a name in a directory."""
-    token = _directory.set(directory or os.curdir)
-    try:
-        yield
-    finally:
-        _directory.reset(token)
+    return set_within(_directory, directory or os.curdir)
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

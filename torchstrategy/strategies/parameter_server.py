@@ -16,14 +16,14 @@ from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.data.context import InputContext
 from torchstrategy.devices import Placement, full_device_name, tensor_device
-from torchstrategy.errors import DeadlineExceededError, UnavailableError
+from torchstrategy.errors import UnavailableError
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.log import logger, warn_once
 from torchstrategy.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.parameter_server.bindings import Bindings
 from torchstrategy.parameter_server.client import ParameterClient
 from torchstrategy.parameter_server.layout import Placer
-from torchstrategy.parameter_server.links import ServerLink
+from torchstrategy.parameter_server.links import ServerLink, wait_for_servers
 from torchstrategy.parameter_server.partitioners import Partitioner
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.parameter_server.served_hosting import ServedHosting
@@ -39,7 +39,7 @@ __all__ = ["ParameterServerStrategy"]
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _PLACEMENTS = ("round_robin", "by_size")
-_SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
+_HINT = "Is `python -m torchstrategy server` running there, with the same cluster and the same secret?"
 
 
 class ParameterServerStrategy(Strategy):
@@ -128,7 +128,7 @@ class ParameterServerStrategy(Strategy):
         )
         try:
             self._servers = [self._connect(index) for index in range(spec.num_tasks("ps"))]
-            self._wait_for_servers(timeout_seconds)
+            wait_for_servers(self._servers, "the coordinator", _HINT, timeout_seconds)
             client = ParameterClient(self._servers)
         except BaseException:
             self.close()
@@ -261,26 +261,6 @@ class ParameterServerStrategy(Strategy):
         link = ServerLink(index, self.cluster_spec.task_address("ps", index))
         link.connect(self.loop, {"role": "coordinator", "incarnation": self.incarnation}, secret=self.secret)
         return link
-
-    def _wait_for_servers(self, timeout_seconds: float) -> None:
-        end, seconds = time.monotonic() + timeout_seconds, _SECONDS_TO_FIRST_LINE
-        while True:
-            missing = [link for link in self._servers if not link.answered.is_set()]
-            for link in self._servers:
-                if link.refusal is not None:
-                    raise UnavailableError(f"{link.name} refuses the coordinator: {link.refusal}")
-            if not missing:
-                return
-            left = end - time.monotonic()
-            names = ", ".join(link.name for link in missing)
-            if left <= 0:
-                raise DeadlineExceededError(
-                    f"No answer from {names} within {timeout_seconds:g} seconds. Is `python -m torchstrategy server` "
-                    "running there, with the same cluster and the same secret?"
-                )
-            if not missing[0].wait(min(left, seconds)):
-                logger.info("Waiting for %s", names)
-                seconds = _SECONDS_BETWEEN_LINES
 
 
 class _ServedExtended(StrategyExtended):

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torchstrategy.cluster_resolver.detect import find_job
-from torchstrategy.context import current_frame
+from torchstrategy.context import current_frame, set_within
 
 __all__ = [
     "SummaryWriter",
@@ -107,15 +107,9 @@ class SummaryWriter:
 
     @contextlib.contextmanager
     def _as_default(self, step: Any) -> Iterator[SummaryWriter]:
-        writer_token = _writer.set(_Box(self))
-        step_token = None if step is None else _step.set(_Box(step))
-        try:
+        with set_within(_writer, _Box(self)), set_within(_step, _step.get() if step is None else _Box(step)):
             yield self
             self.flush()
-        finally:
-            _writer.reset(writer_token)
-            if step_token is not None:
-                _step.reset(step_token)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -241,11 +235,8 @@ def record_if(condition: bool | Callable[[], Any]) -> Iterator[None]:  # noqa: F
         ...     ts.summary.scalar("loss", 0.5)  # there is no writer
         False
     """
-    token = _condition.set(condition)
-    try:
+    with set_within(_condition, condition):
         yield
-    finally:
-        _condition.reset(token)
 
 
 def should_record_summaries() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import tree
+from torchstrategy.context import set_within
 from torchstrategy.options import ReduceOp
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.values import BatchShares, get_shares, set_shares
@@ -98,7 +99,7 @@ def run_windows(
                     context._work_on(batch)
                     is_last = i == len(window) - 1
                     own = StepState(is_last, state.method, state.autocast, state.is_checked, state.labels_on_host)
-                    with _entered(own):
+                    with set_within(_current, own):
                         result = step(data)
                     if state.is_checked:
                         _check_returned(result, state.method)
@@ -165,12 +166,3 @@ def _check_returned(result: Any, method: str) -> None:
                 f"predict(x=...): the model returned {tuple(leaf.shape)} for a batch of {num_examples} examples. The "
                 "first axis of x and of the predictions is the batch: for one example pass x[None]."
             )
-
-
-@contextlib.contextmanager
-def _entered(state: StepState) -> Iterator[None]:
-    token = _current.set(state)
-    try:
-        yield
-    finally:
-        _current.reset(token)

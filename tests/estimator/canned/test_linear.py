@@ -9,6 +9,7 @@ import torch
 
 import torchstrategy as ts
 from tests.estimator.canned.canned_uses import columns, data, losses_of, mirrored, variables
+from tests.training.measured_ftrl import LOSSES as FTRL_LOSSES
 from torchstrategy.estimator import LinearClassifier, LinearEstimator, LinearRegressor, RunConfig
 from torchstrategy.feature_column import (
     bucketized_column,
@@ -18,19 +19,7 @@ from torchstrategy.feature_column import (
     numeric_column,
 )
 
-#: Losses, evaluation and weights after 10 steps with the default optimizer.
-FTRL = [
-    1.0,
-    0.36591389775276184,
-    0.1597961038351059,
-    0.07362604886293411,
-    0.034663278609514236,
-    0.016476696357131004,
-    0.007866800762712955,
-    0.0037638575304299593,
-    0.0018026058096438646,
-    0.000863725203089416,
-]
+#: Losses of y = 2 x + 1 with SGD.
 LINE = [
     21.0,
     9.74000358581543,
@@ -49,7 +38,7 @@ LINE = [
 def test_the_default_optimizer(tmp_path, make_config):
     estimator = LinearRegressor(columns(), tmp_path, config=make_config())
     input_fn = data([[1.0]], [1.0], 10)
-    assert losses_of(estimator, input_fn, 10) == pytest.approx(FTRL, abs=1e-6)
+    assert losses_of(estimator, input_fn, 10) == pytest.approx(FTRL_LOSSES, abs=1e-6)
     assert estimator.evaluate(input_fn, steps=10) == pytest.approx(
         {
             "average_loss": 0.00041394942672923207,

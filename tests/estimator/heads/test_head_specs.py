@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from tests.estimator.canned.canned_uses import losses_of
 from torchstrategy.estimator import BinaryClassHead, MultiClassHead, RegressionHead, RunConfig
 
 
@@ -51,29 +52,13 @@ def test_predict_needs_no_weights(tmp_path):
     assert [p["predictions"].tolist() for p in estimator.predict(lambda: [{"x": torch.ones(2, 1)}])] == [[0], [0]]
 
 
-def reported(estimator, **kwargs):
-    class Losses(ts.estimator.SessionRunHook):
-        def __init__(self):
-            self.values = []
-
-        def before_run(self, run_context):
-            return ts.estimator.SessionRunArgs("loss")
-
-        def after_run(self, run_context, run_values):
-            self.values.append(run_values.results)
-
-    hook = Losses()
-    estimator.train(input_fn, hooks=[hook], **kwargs)
-    return hook.values
-
-
 @pytest.mark.parametrize(("reduction", "expected"), [("sum_over_batch_size", (5 + 37) / 2), ("sum", 10 + 74)])
 def test_reductions_over_replicas(tmp_path, reduction, expected):
     """As in tf, a head's sum is that over all replicas, while means are averaged."""
     config = RunConfig(train_distribute=ts.MirroredStrategy(["cpu:0", "cpu:1"]))
     head = RegressionHead(loss_reduction=reduction)
     estimator = ts.estimator.Estimator(model_fn_of(head), tmp_path, config)
-    assert reported(estimator, steps=1) == [expected]
+    assert losses_of(estimator, input_fn, 1) == [expected]
     gradient = sum(2 * (2 * x + 1) for x in range(4)) / (1 if reduction == "sum" else 4)
     assert estimator.get_variable_value("inner.bias").item() == pytest.approx(0.01 * gradient)
 
