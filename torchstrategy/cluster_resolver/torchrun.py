@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -221,6 +221,8 @@ def warn_of_independent_copies(strategy_name: str) -> None:
     )
 
 
-def training_nothing() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def training_nothing() -> Iterator[None]:
     """Let a strategy run in one process of several without a warning: copies that only evaluate stay equal."""
-    return set_within(_trains_nothing, value=True)
+    with set_within(_trains_nothing, value=True):
+        yield
