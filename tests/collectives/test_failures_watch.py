@@ -110,6 +110,29 @@ def test_a_failure_of_all_is_outlived_again_and_again(watches):
         assert all(watch.failure is None for watch in ranks)
 
 
+def test_a_failure_of_all_is_outlived_if_one_is_late(watches):
+    """The others wait in their next collective meanwhile."""
+    ranks = watches((0, 0, 0))
+    for watch in ranks:
+        watch.num_collectives += 1
+    outcomes = {}
+
+    def fail_and_go_on(number):
+        ranks[number].report("run", ValueError("x"))
+        ranks[number].num_collectives += 1
+        outcomes[number] = ranks[number].recover()
+
+    threads = [threading.Thread(target=fail_and_go_on, args=(number,)) for number in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    until(lambda: all(watch.num_collectives == 2 for watch in ranks[:2]))
+    until(lambda: ranks[0]._aware.get(1) == ranks[1]._aware.get(0) == 2)  # each knows of the other one
+    threads[2].start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert outcomes == {0: True, 1: True, 2: True}
+
+
 def test_ranks_behind_one_that_does_not_answer_are_not_blamed(watches):
     ranks = watches((0, 0, 1, 1))
     deaf = ranks[2]._plane

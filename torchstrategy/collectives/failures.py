@@ -149,7 +149,9 @@ class FailureWatch:
             # The others may be about to fail as well, unless they are in a later collective already.
             deadline = time.monotonic() + _FELLOWS_S
             while len(failures) < self._size and not self._absent and time.monotonic() < deadline:
-                if any(count > own["num_collectives"] for count in self._aware.values()):
+                # One that has failed, too, may wait here in its next collective.
+                others = [count for rank, count in self._aware.items() if rank not in failures]
+                if any(count > own["num_collectives"] for count in others):
                     return False
                 self._plane.post("aware?", self._round)
                 self._wait(lambda: len(failures) == self._size, _ASK_AGAIN_S)
