@@ -55,7 +55,7 @@ class Tasks:
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes[name].wait()
 
-    def wait(self, *names, timeout_s=60.0):
+    def wait(self, *names, timeout_s=100.0):
         """Wait for the end of tasks; return their exit statuses."""
         deadline = time.monotonic() + timeout_s
         try:
