@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hydra
 import jobs
+import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -99,11 +100,13 @@ def main(config: DictConfig) -> None:
 
     distributed_test_step = ts.function(functools.partial(strategy.run, test_step), jit_compile=False)
 
+    profile = profiles.Profile(config, run_path, strategy)
     with report:
         for epoch in range(1, config.epochs + 1):
             model.train()
             batches = report.progress(itertools.islice(train_batches, config.max_steps), epoch, len(train_loader))
-            losses = [distributed_train_step(batch) for batch in batches]  # read when the epoch ends: reading waits
+            # Losses are read when the epoch ends: reading waits.
+            losses = [distributed_train_step(batch) for batch in profile.steps(batches)]
 
             model.eval()
             with torch.no_grad():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import hydra
 import jobs
+import profiles
 import reports
 import tasks
 import torch
@@ -78,6 +79,9 @@ def train_and_evaluate(config: DictConfig, model_path: Path) -> None:
     hooks = [Progress(config.max_steps), Kill(config)]
     if config.keep_position:
         hooks.append(ts.estimator.CheckpointInputPipelineHook(classifier))
+    if config.profile:
+        run_path = Path(HydraConfig.get().runtime.output_dir)
+        hooks.append(profiles.ProfileHook(profiles.Profile(config, run_path, strategy, task_name(strategy))))
     images = torch.zeros(2, 1, 28, 28)  # as an example: the exported program takes any number
     exporter = ts.estimator.FinalExporter("final", ts.estimator.export.build_raw_serving_input_receiver_fn(images))
     ts.estimator.train_and_evaluate(
@@ -153,6 +157,13 @@ class Autocast(nn.Module):
         """Return the logits."""
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype is not None):
             return self.model(images).to(torch.get_default_dtype())
+
+
+def task_name(strategy: ts.Strategy) -> str | None:
+    """Return the name of a task that trains by itself; those that train together have ranks."""
+    resolver = ts.cluster_resolver.TFConfigClusterResolver()
+    is_asynchronous = strategy.workers is None and resolver.cluster_spec()
+    return f"{resolver.task_type} {resolver.task_id}" if is_asynchronous else None
 
 
 class Progress(ts.estimator.SessionRunHook):

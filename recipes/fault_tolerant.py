@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 import jobs
+import profiles
 import torch
 from custom_loop import get_dtype
 from hydra.core.hydra_config import HydraConfig
@@ -65,11 +66,13 @@ def main(config: DictConfig) -> None:
         begin_random_numbers()
         say(f"Going on with epoch {int(training.epochs) + 1} after step {int(training.steps)}.")
 
+    profile = profiles.Profile(config, run_path, strategy)
     while int(training.epochs) < config.epochs:
         training.model.train()
         title, num_done = f"Epoch {int(training.epochs) + 1}", int(training.steps) % len(loader)
         hidden = None if strategy.is_chief else True  # None hides the bar where stderr is no terminal
-        for batch in tqdm(batches, title, len(loader), initial=num_done, leave=False, disable=hidden, unit="step"):
+        steps = profile.steps(batches)
+        for batch in tqdm(steps, title, len(loader), initial=num_done, leave=False, disable=hidden, unit="step"):
             strategy.run(training.train_step, args=batch)
             training.steps.assign_add(1)
             if int(training.steps) % config.save_every == 0:

@@ -18,6 +18,7 @@ import fit_comparison
 import fit_guide
 import hydra
 import jobs
+import profiles
 import torch
 from custom_loop import get_dtype
 from hydra.core.hydra_config import HydraConfig
@@ -77,6 +78,8 @@ def run(config: DictConfig) -> None:
         ts.callbacks.BackupAndRestore(run_path / "backup", save_freq=config.save_every),
         Kill(config),
     ]
+    if config.profile:
+        callbacks.append(profiles.ProfileCallback(profiles.Profile(config, run_path, strategy)))
     # The batch that is split between the replicas grows with their number, unless its size is given.
     global_batch_size = config.global_batch_size or config.batch_size_per_replica * num_replicas
     started = time.perf_counter()

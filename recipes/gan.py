@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hydra
 import jobs
+import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -63,9 +64,11 @@ def main(config: DictConfig) -> None:
         )
 
     sample_noise = next(iter(Noise(config.num_samples, config.noise_size, seed=config.seed + 1)))
+    profile = profiles.Profile(config, run_path, strategy)
     with report:
         for epoch in range(1, config.epochs + 1):
             images = report.progress(itertools.islice(image_batches, config.max_steps), epoch, len(loader))
+            images = profile.steps(images)
             figures = train_epoch(
                 strategy, gan, images, noise_batches, config.discriminator_steps, config.generator_steps
             )

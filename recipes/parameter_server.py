@@ -12,6 +12,7 @@ from pathlib import Path
 
 import clusters
 import hydra
+import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -76,9 +77,11 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
         share = ts.data.Dataset.from_tensor_slices(data.tensors).shard(num_workers, worker)
         return share.shuffle(len(data), seed=config.seed + first_epoch).batch(config.batch_size).repeat()
 
+    worker_profile = profiles.WorkerProfile(config, run_path)
+
     def train_step(batches):  # noqa: ANN001, ANN202 - the worker's own iterator
         """Runs on a worker: parameters are pulled before it, `step` sends gradients to the parameter servers."""
-        *inputs, labels = next(batches)
+        *inputs, labels = worker_profile.next_batch(batches)
         for optimizer in optimizers.values():
             optimizer.zero_grad()
         logits = model(*inputs)
@@ -90,13 +93,15 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
         return loss.detach()
 
     batches = iter(coordinator.create_per_worker_dataset(make_batches))
+    ahead = STEPS_AHEAD * num_workers  # until then the coordinator waits for nothing
+    profile = profiles.Profile(config, run_path, name="coordinator", skip_more=ahead)
     num_steps = config.steps_per_epoch or len(train_data) // config.batch_size
     with report:
         for epoch in range(first_epoch, config.epochs + 1):
             running, losses = deque(), []
-            for _ in report.progress(range(num_steps), epoch, num_steps):
+            for _ in profile.steps(report.progress(range(num_steps), epoch, num_steps)):
                 running.append(coordinator.schedule(train_step, args=(batches,)))
-                if len(running) > STEPS_AHEAD * num_workers:
+                if len(running) > ahead:
                     losses.append(running.popleft().fetch())
             coordinator.join()  # the parameters stand still from here on
             losses += [value.fetch() for value in running]
@@ -118,6 +123,7 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
     if not report.epochs:
         report.say(f"All {config.epochs} epochs were done before; ask for more with epochs=...")
         return
+    profiles.tell_of_workers(run_path)
     report.save_learning_curve()
     restored = instantiate(config.model)
     ts.train.Checkpoint(model=restored).restore(manager.latest_checkpoint).expect_partial()

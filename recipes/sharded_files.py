@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hydra
 import jobs
+import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -71,11 +72,13 @@ def main(config: DictConfig) -> None:
         )
     num_steps = -(-num_examples // config.global_batch_size)
     hidden = None if strategy.is_chief else True  # None hides the bar where stderr is no terminal
+    profile = profiles.Profile(config, folder, strategy)
     while int(counts["epochs"]) < config.epochs:
         counts["starts"].assign_add(1)
         num_done = int(times_seen.sum().round()) // config.global_batch_size
         title = f"Epoch {int(counts['epochs']) + 1}"
-        for batch in tqdm(batches, title, num_steps, initial=num_done, leave=False, disable=hidden, unit="step"):
+        steps = profile.steps(batches)
+        for batch in tqdm(steps, title, num_steps, initial=num_done, leave=False, disable=hidden, unit="step"):
             strategy.run(train_step, args=batch)
             counts["steps"].assign_add(1)
             if int(counts["steps"]) % config.save_every == 0:

@@ -11,13 +11,22 @@ PACKAGE = "torchstrategy"
 
 # A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
 LAYERS = [
-    {"errors", "options", "tree", "log", "heartbeat", "names", "version"},
+    {"errors", "options", "tree", "log", "labels", "heartbeat", "names", "version"},
     {"devices", "context", "xla"},
     {"values", "cluster_resolver"},
     {"collectives", "data", "transport"},
     {"replicas"},
     {"gradients", "parameter_server"},
-    {"optimizer_hooks", "host_updates", "shared_updates", "replica_context", "scope", "extended", "replica_values"},
+    {
+        "optimizer_hooks",
+        "host_updates",
+        "shared_updates",
+        "replica_context",
+        "scope",
+        "extended",
+        "replica_values",
+        "sync_batch_norm",
+    },
     {"strategy", "spmd"},
     {"strategies"},
     {"nn", "losses"},

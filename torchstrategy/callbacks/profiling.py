@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import profiler
+
+from torchstrategy.labels import make_profiler
 
 __all__ = ["BatchProfiler", "parse_profile_batch"]
 
@@ -30,11 +31,8 @@ class BatchProfiler:
         if self._batches is None or self._done or batch < self._batches[0]:
             return
         if self._running is None:
-            activities = [profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(profiler.ProfilerActivity.CUDA)
             handler = profiler.tensorboard_trace_handler(self._folder)
-            self._running = profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True)
+            self._running = make_profiler(on_trace_ready=handler, record_shapes=True)
             self._running.start()
 
     def after(self, batch: int) -> None:

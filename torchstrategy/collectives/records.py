@@ -19,6 +19,7 @@ from typing import Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.connections import Ask, Channel, Check, connect_ranks
+from torchstrategy.labels import label
 
 __all__ = ["MAX_BODY_BYTES", "MAX_MESH_SIZE", "RecordMesh", "RecordTree", "Records", "connect_records"]
 
@@ -138,7 +139,8 @@ class RecordMesh:
         lengths = [len(body)] * size
         bodies = [body] * size
         for other, channel in self._channels.items():
-            lengths[other] = _receive_length(channel, other, check)
+            with label("wait", "for rank", other):
+                lengths[other] = _receive_length(channel, other, check)
             bodies[other] = channel.receive(min(lengths[other], _FIRST_BYTES), check)
         # The ends of long bodies follow rank by rank, so that the others read while one writes.
         for sender in [rank for rank, length in enumerate(lengths) if length > _FIRST_BYTES]:

@@ -82,7 +82,7 @@ def make_registered_plane(name: str, store: Store, rank: int, size: int, timeout
             f"The factory of the communication {name!r} failed on rank {rank}: {type(error).__name__}: {error}"
         ) from error
     if all(callable(getattr(made, operation, None)) for operation in _C10D_OPERATIONS):
-        return C10dPlane(made)
+        return C10dPlane(made, name)
     lacking = [operation for operation in _OPERATIONS if not callable(getattr(made, operation, None))]
     if lacking:
         raise TypeError(

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from torchstrategy.collectives.connections import Channel, Check, connect_ranks
 from torchstrategy.collectives.summing import as_addable, sum_in_order
+from torchstrategy.labels import label
 
 __all__ = ["SharedMemoryPlane", "share_memory"]
 
@@ -61,6 +62,8 @@ class SharedMemoryPlane:
         peers: sockets to the other processes, by index.
         index: this process's position among them.
     """
+
+    route = "shared memory"
 
     def __init__(self, memory: mmap.mmap, peers: Mapping[int, socket.socket], index: int) -> None:
         self._index = index
@@ -225,18 +228,23 @@ class SharedMemoryPlane:
         return self._sent
 
     def _wait(self, mark: int, check: Check) -> None:
-        for rank, peer in self._peers.items():
-            while self._arrived[rank] < mark:
-                try:
-                    steps = peer.recv(16)
-                except BlockingIOError:
-                    check()
-                    continue
-                if not steps:
-                    raise ConnectionError("connection closed by peer")
-                self._arrived[rank] += len(steps)
-                if steps[-1] != self._arrived[rank] & 0xFF:
-                    raise ConnectionError("the ranks lost step in shared memory")
+        for rank in self._peers:
+            if self._arrived[rank] < mark:
+                with label("wait", "for process", rank, "of this host"):
+                    self._hear(rank, mark, check)
+
+    def _hear(self, rank: int, mark: int, check: Check) -> None:
+        while self._arrived[rank] < mark:
+            try:
+                steps = self._peers[rank].recv(16)
+            except BlockingIOError:
+                check()
+                continue
+            if not steps:
+                raise ConnectionError("connection closed by peer")
+            self._arrived[rank] += len(steps)
+            if steps[-1] != self._arrived[rank] & 0xFF:
+                raise ConnectionError("the ranks lost step in shared memory")
 
 
 def chunk_bytes(size: int) -> int:

@@ -32,6 +32,8 @@ class XlaPlane:
         host_plane_of: returns what carries a tensor of the CPU.
     """
 
+    route = "XLA"
+
     def __init__(
         self,
         runtime: TpuRuntime,

@@ -25,6 +25,7 @@ from torchstrategy.coordinator.remote_value import RemoteValue
 from torchstrategy.coordinator.timers import Timers
 from torchstrategy.coordinator.watchdog import Watchdog
 from torchstrategy.errors import UnavailableError
+from torchstrategy.labels import label
 from torchstrategy.log import logger
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 
@@ -182,7 +183,8 @@ class ClusterCoordinator:
             UnavailableError: a parameter server was lost that a function needed.
             Exception: what a function raised. The next call does not raise it again.
         """
-        self._cluster.queue.join()
+        with label("wait", "for the workers"):
+            self._cluster.queue.join()
 
     def done(self) -> bool:
         """Say whether all functions have ended, without waiting.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import tree
+from torchstrategy.labels import label
 
 __all__ = ["Idle", "RemoteValue"]
 
@@ -94,8 +95,9 @@ class RemoteValue:
                 self._settled = threading.Event()
         if self._settled is not None:
             start = time.monotonic()
-            while not self._settled.wait(WAKE_UP_S):
-                self._idle(time.monotonic() - start)
+            with label("wait", "for", self._name):
+                while not self._settled.wait(WAKE_UP_S):
+                    self._idle(time.monotonic() - start)
         with self._lock:
             if self._load is not None:
                 self._value, self._load = self._load(), None

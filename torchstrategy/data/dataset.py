@@ -16,6 +16,7 @@ from torchstrategy.data.prefetch import DeviceCopies, InFlight
 from torchstrategy.data.sources import Reading, Source
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
+from torchstrategy.labels import label
 from torchstrategy.log import logger
 from torchstrategy.options import InputOptions
 from torchstrategy.values import PerReplica
@@ -290,7 +291,8 @@ class DistributedIterator:
 
     def __next__(self) -> Any:
         while self._end is None and len(self._elements) <= self._num_ahead:
-            self._read()
+            with label("input"):
+                self._read()
         if self._elements:
             in_flight, snapshot = self._elements.popleft()
             # Processes that sum gradients compare which element these are of.

@@ -10,6 +10,7 @@ from torchstrategy.estimator.batches import Batches
 from torchstrategy.estimator.hooks import HookCalls, SessionRunHook
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.steps import StepResult
+from torchstrategy.labels import label
 from torchstrategy.strategy import Strategy
 
 __all__ = ["reporting_failures", "run_steps"]
@@ -43,7 +44,8 @@ def run_steps(
         session.agree_to_stop()
         while not session.should_stop():
             calls.before_run(session)
-            batch = batches.next()
+            with label("input"):
+                batch = batches.next()
             if batch is None:
                 break
             result = step(*batch)

@@ -6,14 +6,13 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import profiler
 from typing_extensions import override
 
 from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchstrategy.estimator.logging_hooks import name_fetches
 from torchstrategy.estimator.summary_files import open_writer
 from torchstrategy.estimator.timers import SecondOrStepTimer
+from torchstrategy.labels import make_profiler
 from torchstrategy.log import logger
 from torchstrategy.summary import SummaryWriter, scalar
 
@@ -154,10 +153,7 @@ class ProfilerHook(SessionRunHook):
         is_first = self._timer.last_triggered_step() is None
         if not session.is_chief or is_first or not self._timer.should_trigger_for_step(session.global_step + 1):
             return None
-        activities = [profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(profiler.ProfilerActivity.CUDA)
-        self._profile = profiler.profile(activities=activities, profile_memory=self._shows_memory)
+        self._profile = make_profiler(profile_memory=self._shows_memory)
         self._profile.start()
         return None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.errors import UnavailableError
+from torchstrategy.labels import label
 from torchstrategy.parameter_server.layout import VariableSpec
 from torchstrategy.parameter_server.optimizer_states import JoinedState, cut_state, pack_state, unpack_state
 from torchstrategy.parameter_server.requests import Place, Requests, add_sparse, by_part
@@ -363,7 +364,8 @@ class ParameterClient:
             ps: Message(kind, {**fields, **(own or {}).get(ps, {}), "parts": r}, t) for ps, r, t in requests.all()
         }
         replies: dict[int, Message] = {}
-        self._collect(messages, replies, into)
+        with label("move", kind, "by the parameter servers"):
+            self._collect(messages, replies, into)
         return replies
 
     def _collect(self, messages: Mapping[int, Message], replies: dict[int, Message], into: _Into | None) -> None:

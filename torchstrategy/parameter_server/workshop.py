@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchstrategy.context import Frame, pop_frame, push_frame
+from torchstrategy.labels import label
 from torchstrategy.options import VariableAggregation, VariableSynchronization
 from torchstrategy.parameter_server.behind import PulledParameter
 from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, RefreshWhenCalled, can_require_grad
@@ -181,7 +182,8 @@ class Workshop:
         frame = Frame(self.strategy, None)
         push_frame(frame)
         try:
-            value = function.obj(*args, **kwargs)
+            with label("function", getattr(function.obj, "__name__", "")):
+                value = function.obj(*args, **kwargs)
             for buffer in of_modules:
                 buffer.take_back()
             self._check_parameters(pulled)

@@ -19,6 +19,7 @@ from torchstrategy.data.context import InputContext
 from torchstrategy.devices import Placement
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.extended import StrategyExtended
+from torchstrategy.labels import label
 from torchstrategy.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import inputs_of
@@ -108,7 +109,8 @@ class DefaultStrategy(Strategy):
         frame = Frame(self, _DefaultReplicaContext(self, 0, 0, (args, own_kwargs)))
         push_frame(frame)
         try:
-            return fn(*inputs_of(self, 0, args), **inputs_of(self, 0, own_kwargs))
+            with label("replica", 0):
+                return fn(*inputs_of(self, 0, args), **inputs_of(self, 0, own_kwargs))
         finally:
             pop_frame(frame)
 

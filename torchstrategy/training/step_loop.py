@@ -14,6 +14,7 @@ import torch
 
 from torchstrategy import functions, tree
 from torchstrategy.callbacks.callback_list import CallbackList
+from torchstrategy.labels import label
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.checks import check_context
 from torchstrategy.training.lazy_layers import initialise_lazy_layers
@@ -124,7 +125,8 @@ class StepLoop:
         windows = []
         for _ in range(math.ceil(trainer.steps_per_execution / size)):
             wanted = size if limit is None else min(size, limit)
-            window = list(itertools.islice(iterator, wanted))
+            with label("input"):
+                window = list(itertools.islice(iterator, wanted))
             if mode == "train":
                 trainer.position.is_at_end = len(window) < wanted
             if not window:
