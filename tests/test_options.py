@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 import torchstrategy as ts
 from torchstrategy import options
@@ -14,6 +15,7 @@ def test_reduce_op():
 
 
 Options = ts.experimental.CommunicationOptions
+PowerSGD = ts.experimental.PowerSGD
 Implementation = ts.experimental.CommunicationImplementation
 
 
@@ -57,6 +59,7 @@ def test_registered_implementations(monkeypatch):
         ({"bytes_per_pack": "1"}, "bytes_per_pack must be an integer. Received: '1'"),
         ({"bytes_per_pack": 0.5}, "bytes_per_pack must be an integer. Received: 0.5"),
         ({"timeout_seconds": "5"}, "timeout_seconds must be a number of seconds or None. Received: '5'"),
+        ({"overlap": 1}, "overlap must be True, False or None. Received: 1"),
     ],
 )
 def test_a_size_or_a_timeout_of_a_wrong_type_is_refused(arguments, message):
@@ -77,10 +80,49 @@ def test_a_timeout_that_is_not_positive_means_the_default(timeout, deadline):
         (Options(1, 2.0, "NCCL"), Options(), Options(1, 2.0, "NCCL")),
         (Options(), Options(1, 2.0, "NCCL"), Options(1, 2.0, "NCCL")),
         (Options(1), Options(timeout_seconds=0), Options(1, 0)),
+        (Options(overlap=True), Options(overlap=False), Options(overlap=False)),
+        (Options(overlap=True), Options(), Options(overlap=True)),
+        (Options(gradient_compression="bf16"), Options(1), Options(1, gradient_compression="bf16")),
+        (
+            Options(gradient_compression="bf16"),
+            Options(gradient_compression="FP16"),
+            Options(gradient_compression="fp16"),
+        ),
     ],
 )
 def test_merge(first, second, merged):
     assert first.merge(second) == merged
+
+
+def test_gradient_compression():
+    assert Options().gradient_compression is None
+    assert Options(gradient_compression="BF16").gradient_compression == "bf16"
+    assert hash(Options(gradient_compression=PowerSGD(2))) == hash(Options(gradient_compression=PowerSGD(rank=2)))
+    for value in ("int8", "", 16, True, PowerSGD, torch.bfloat16):
+        with pytest.raises(ValueError, match=r"must be None, 'bf16', 'fp16' or a ts\.experimental\.PowerSGD.*Received"):
+            Options(gradient_compression=value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "rank of PowerSGD must be at least 1. Received: 0"),
+        ({"rank": 1.0}, TypeError, "rank of PowerSGD must be an integer. Received: 1.0"),
+        ({"rank": True}, TypeError, "rank of PowerSGD must be an integer. Received: True"),
+        ({"start_after": -1}, ValueError, "start_after of PowerSGD must be at least 0. Received: -1"),
+        ({"start_after": None}, TypeError, "start_after of PowerSGD must be an integer. Received: None"),
+        ({"min_compression": 0.5}, ValueError, "min_compression of PowerSGD must be at least 1. Received: 0.5"),
+        (
+            {"min_compression": float("nan")},
+            ValueError,
+            "min_compression of PowerSGD must be at least 1. Received: nan",
+        ),
+        ({"min_compression": "2"}, TypeError, "min_compression of PowerSGD must be a number. Received: '2'"),
+    ],
+)
+def test_power_sgd_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        PowerSGD(**arguments)
 
 
 def test_older_names():

@@ -1,6 +1,8 @@
 """One seed for everything that a program draws."""
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +109,27 @@ def test_a_generator_seeded_again_starts_new_streams_everywhere(process_pool):
         assert [outside, own, other] == expected
         assert other_outside == outside
     assert in_process[0] != in_process[1]
+
+
+def test_kept_memory_is_not_fetched_again():
+    program = """
+import resource, torch, torchstrategy as ts
+def faults(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        torch.ones(2 ** 21)  # 8 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+worked = ts.utils.keep_freed_memory()
+faults(2)  # it keeps what these take
+print(worked, faults(20))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    worked, count = done.stdout.split()
+    if worked != "True":
+        pytest.skip("this C library has no mallopt")
+    assert int(count) < 2048  # pages of one tensor
+
+
+def test_memory_is_not_kept_by_other_c_libraries(monkeypatch):
+    monkeypatch.setattr("torchstrategy.utils.ctypes.CDLL", lambda name: object())
+    assert ts.utils.keep_freed_memory() is False

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.context import current_replica_context
-from torchstrategy.gradients import GradientSum, GradientSummer, optimizer_parameters
+from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory, is_updating

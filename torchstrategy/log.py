@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ __all__ = ["guard_lines", "info_once", "logger", "set_rank", "show_info", "warn_
 logger = logging.getLogger("torchstrategy")
 
 _said: set[str] = set()
+_said_lock = threading.Lock()
 _guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -89,6 +91,7 @@ def warn_once(message: str, stacklevel: int = 3) -> None:
 
 def _is_new(message: str) -> bool:
     """Say whether this process says a message for the first time."""
-    is_new = message not in _said
-    _said.add(message)
+    with _said_lock:  # replicas may run at the same time
+        is_new = message not in _said
+        _said.add(message)
     return is_new

@@ -1,4 +1,4 @@
-"""Losses that add up over replicas: what each replica contributes to the loss of the global batch.
+"""Losses that add up over replicas: what each replica contributes to the loss of the global batch; and `SyncBatchNorm`.
 
 Every divisor is known before ``backward()``; nothing is rescaled afterwards. Halves are added up in ``float32``, so
 that neither the sum nor a large batch size overflows.
@@ -21,8 +21,9 @@ from torchstrategy.strategies.default import (
     has_strategy,
     in_cross_replica_context,
 )
+from torchstrategy.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["compute_average_loss", "scale_regularization_loss"]
+__all__ = ["SyncBatchNorm", "compute_average_loss", "scale_regularization_loss"]
 
 _ACTUAL = "actual"
 

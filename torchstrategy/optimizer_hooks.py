@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy.context import current_replica_context
-from torchstrategy.gradients import optimizer_parameters
+from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.host_memory import is_updating
 from torchstrategy.replicas.marks import is_own, mark_applied, note_backward, unmark
@@ -42,7 +42,9 @@ def prepare(obj: Any) -> None:
         obj.__dict__["zero_grad"] = functools.partial(_zero_grad, obj)
 
 
-def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int | None]) -> None:
+def guard_parameter(
+    parameter: Tensor, local_id: int, running: Callable[[], int | None], note: Callable[[Tensor], None]
+) -> None:
     """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
 
     Args:
@@ -50,6 +52,7 @@ def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int 
         local_id: the replica's position in the process.
         running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
             have no context.
+        note: called after each backward pass of the replica that has added to the parameter's gradient.
     """
     own = weakref.ref(parameter)
 
@@ -65,6 +68,8 @@ def guard_parameter(parameter: Tensor, local_id: int, running: Callable[[], int 
                 "to replica 0: read it from the model inside the replica function."
             )
         note_backward(tensor, inside=current is not None)
+        if current is not None:
+            note(tensor)
 
     if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
         required = parameter.requires_grad

@@ -13,6 +13,7 @@ __all__ = [
     "CommunicationOptions",
     "InputOptions",
     "InputReplicationMode",
+    "PowerSGD",
     "ReduceOp",
     "RunOptions",
     "VariableAggregation",
@@ -111,6 +112,7 @@ class CommunicationImplementation(enum.Enum):
     NCCL = "NCCL"
 
 
+_COMPRESSED_DTYPES = ("bf16", "fp16")
 # Names that users have registered for ways of communication of their own; their code is in a higher layer.
 _registered_implementations: set[str] = set()
 
@@ -146,6 +148,46 @@ def register_implementation_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class PowerSGD:
+    """Gradients that travel as products of two thin matrices: PowerSGD of Vogels et al. (2019), arXiv:1905.13727.
+
+    The gradient of a parameter ``[n, ...]`` is taken as a matrix of ``n`` rows and ``m`` columns, for which
+    ``rank * (n + m)`` numbers travel. What a sum leaves out of a process's gradient is added to its next one. Gradients
+    that would hardly become smaller, such as those of biases, travel as they are.
+
+    Args:
+        rank: columns of the thin matrices; more of them are nearer to the true sum and cost more.
+        start_after: sums of each gradient that are made in full before the first one that is compressed.
+        min_compression: a gradient travels in full unless that takes at least so many times as many numbers.
+
+    Raises:
+        TypeError: ``rank`` or ``start_after`` is no integer, or ``min_compression`` no number.
+        ValueError: ``rank`` is not positive, ``start_after`` is negative, or ``min_compression`` is less than 1.
+
+    Example:
+        >>> ts.experimental.CommunicationOptions(gradient_compression=ts.experimental.PowerSGD(rank=4))
+        ... # doctest: +ELLIPSIS
+        CommunicationOptions(... gradient_compression=PowerSGD(rank=4, start_after=100, min_compression=2.0))
+    """
+
+    rank: int = 1
+    start_after: int = 100
+    min_compression: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("start_after", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+                raise TypeError(f"{name} of PowerSGD must be an integer. Received: {value!r}")
+            if value < least:
+                raise ValueError(f"{name} of PowerSGD must be at least {least}. Received: {value}")
+        if not isinstance(self.min_compression, numbers.Real):
+            raise TypeError(f"min_compression of PowerSGD must be a number. Received: {self.min_compression!r}")
+        if not self.min_compression >= 1:
+            raise ValueError(f"min_compression of PowerSGD must be at least 1. Received: {self.min_compression}")
+
+
+@dataclass(frozen=True)
 class CommunicationOptions:
     """How collectives between processes are carried out.
 
@@ -155,10 +197,16 @@ class CommunicationOptions:
             so do 0 and negative numbers, which tf accepts as well.
         implementation: what carries the data: a ``CommunicationImplementation``, its name in any letter case, or a name
             that was given to ``ts.experimental.register_communication``.
+        overlap: whether sums of gradients begin while ``backward`` still computes others, with one replica in each
+            process; ``None`` means where gradients travel over a network. On accelerators changes through
+            ``p.grad.data``, which torch does not count, are looked for in the first steps and in every 100th one:
+            those that begin later may go unnoticed between these.
+        gradient_compression: how gradients that travel over a network become smaller, at the price of exactness:
+            ``"bf16"``, ``"fp16"``, or a ``ts.experimental.PowerSGD``; ``None`` means not at all.
 
     Raises:
-        TypeError: ``bytes_per_pack`` is no integer, or ``timeout_seconds`` no number.
-        ValueError: ``bytes_per_pack`` is negative, or there is no such implementation.
+        TypeError: ``bytes_per_pack`` is no integer, ``timeout_seconds`` no number, or ``overlap`` no bool.
+        ValueError: ``bytes_per_pack`` is negative, or there is no such implementation or compression.
 
     Example:
         >>> options = ts.experimental.CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring")
@@ -169,6 +217,8 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    overlap: bool | None = None
+    gradient_compression: str | PowerSGD | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes_per_pack, numbers.Integral):
@@ -177,7 +227,10 @@ class CommunicationOptions:
             raise TypeError(f"timeout_seconds must be a number of seconds or None. Received: {self.timeout_seconds!r}")
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be 0 or positive. Received: {self.bytes_per_pack}")
+        if not isinstance(self.overlap, (bool, type(None))):
+            raise TypeError(f"overlap must be True, False or None. Received: {self.overlap!r}")
         object.__setattr__(self, "implementation", _parse_implementation(self.implementation))
+        object.__setattr__(self, "gradient_compression", _parse_compression(self.gradient_compression))
 
     @property
     def bucket_bytes(self) -> int:
@@ -194,7 +247,7 @@ class CommunicationOptions:
 
         Args:
             options: the others; their ``bytes_per_pack`` counts unless 0, their ``timeout_seconds`` unless ``None``,
-                their ``implementation`` unless ``AUTO``.
+                their ``implementation`` unless ``AUTO``, ``overlap`` and ``gradient_compression`` unless ``None``.
 
         Example:
             >>> first = ts.experimental.CommunicationOptions(bytes_per_pack=1, timeout_seconds=2.0)
@@ -206,6 +259,8 @@ class CommunicationOptions:
             options.bytes_per_pack or self.bytes_per_pack,
             self.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
             self.implementation if is_auto else options.implementation,
+            self.overlap if options.overlap is None else options.overlap,
+            self.gradient_compression if options.gradient_compression is None else options.gradient_compression,
         )
 
 
@@ -239,6 +294,17 @@ def _parse_implementation(value: object) -> CommunicationImplementation | str:
     raise ValueError(
         f"implementation must be one of {names}, in any letter case, or a CommunicationImplementation. A way of your "
         f"own needs a name first: ts.experimental.register_communication. Received: {value!r}"
+    )
+
+
+def _parse_compression(value: object) -> str | PowerSGD | None:
+    if value is None or isinstance(value, PowerSGD):
+        return value
+    if isinstance(value, str) and value.lower() in _COMPRESSED_DTYPES:
+        return value.lower()
+    raise ValueError(
+        "gradient_compression must be None, 'bf16', 'fp16' or a ts.experimental.PowerSGD(rank=...). "
+        f"Received: {value!r}"
     )
 
 

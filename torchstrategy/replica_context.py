@@ -15,7 +15,7 @@ from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis, gather, gather_sizes
 from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.devices import tensor_device
-from torchstrategy.gradients import GradientSum, optimizer_parameters
+from torchstrategy.gradients.summer import GradientSum, optimizer_parameters
 from torchstrategy.options import ReduceOp, VariableSynchronization
 from torchstrategy.replicas.marks import mark
 from torchstrategy.replicas.mirrored import resolve

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from torchstrategy.context import Frame, pop_frame, push_frame
-from torchstrategy.replicas.hosting import on_device
+from torchstrategy.replicas.caller_modes import on_device
 from torchstrategy.replicas.record import start_recording, stop_recording
 
 __all__ = ["Scope"]

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrategy.context import current_replica_context
-from torchstrategy.gradients import GradientSum
+from torchstrategy.gradients.summer import GradientSum
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.devices import Placement
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.extended import StrategyExtended
-from torchstrategy.gradients import GradientSummer
+from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.log import info_once, set_rank, show_info
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
 from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
@@ -28,12 +29,14 @@ from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.hosting import DirectHosting, Hosting, ThreadedHosting
+from torchstrategy.replicas.hosting import DirectHosting, Hosting
 from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
+from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.scope import Scope
+from torchstrategy.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.values import PerReplica, ValueContext, local_results
 
 __all__ = ["Strategy"]
@@ -93,9 +96,11 @@ class Strategy:
         self._buffers = BufferSync(self.hosting.slots)
         self.gradient_summer = self._make_summer(communication_options or CommunicationOptions(), check_every)
         self._owned: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in placement.devices]
+        self._owned_lock = threading.Lock()  # replicas that run at once may find new parameters
         self._running: tuple[ReplicaContext, ...] = ()
         if placement.num_replicas > 1:
             install()
+            serve_layers_of_torch()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -559,19 +564,21 @@ class Strategy:
 
     def _refresh_owned(self) -> None:
         """Look again at which parameters the recorded modules have."""
+        note = _note_backward(weakref.ref(self.gradient_summer))
         running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
-        for local_id, owned in enumerate(self._owned):
-            found: dict[int, weakref.ref[Tensor]] = {}
-            for dicts, name in self.hosting.slots():
-                tensor = dicts[local_id].get(name)
-                if isinstance(tensor, torch.nn.Parameter):
-                    known = owned.get(id(tensor))
-                    if known is None or known() is not tensor:
-                        known = weakref.ref(tensor)
-                        if self.num_replicas_in_sync > 1:
-                            guard_parameter(tensor, local_id, running)
-                    found[id(tensor)] = known
-            self._owned[local_id] = found
+        with self._owned_lock:
+            for local_id, owned in enumerate(self._owned):
+                found: dict[int, weakref.ref[Tensor]] = {}
+                for dicts, name in self.hosting.slots():
+                    tensor = dicts[local_id].get(name)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        known = owned.get(id(tensor))
+                        if known is None or known() is not tensor:
+                            known = weakref.ref(tensor)
+                            if self.num_replicas_in_sync > 1:
+                                guard_parameter(tensor, local_id, running, note)
+                        found[id(tensor)] = known
+                self._owned[local_id] = found
 
     def _agree_on_structure(self, operation: str, value: Any) -> None:
         if self.workers is not None and (structure := tree.describe(tree.flatten(value)[1])):
@@ -591,7 +598,7 @@ class Strategy:
             error.add_note(
                 f"The batch of {shares.total} examples was split into shares of {list(shares.shares)}. If the function "
                 "can't handle an empty or one-example share: choose another batch size or drop the last batch, use "
-                "`flatten(1)` instead of `view`, or synchronise batch normalisation."
+                "`flatten(1)` instead of `view`, or ts.nn.SyncBatchNorm instead of a plain batch norm."
             )
 
 
@@ -603,6 +610,17 @@ def _only_replica_running(reference: weakref.ref[Strategy]) -> Callable[[], int 
         return 0 if strategy is not None and strategy._running else None
 
     return running
+
+
+def _note_backward(reference: weakref.ref[GradientSummer]) -> Callable[[Tensor], None]:
+    """Return what tells of a backward pass and does not keep a strategy alive."""
+
+    def note(parameter: Tensor) -> None:
+        summer = reference()
+        if summer is not None:
+            summer.note_backward(parameter)
+
+    return note
 
 
 def _default_ops(placement: Placement) -> CrossDeviceOps:

@@ -5,6 +5,8 @@ from torch import nn
 import torchstrategy as ts
 from tests.programs import cpu_devices
 from torchstrategy.collectives import cross_device_ops as ops_module
+from torchstrategy.collectives.cross_device_ops import sum_gradients
+from torchstrategy.options import CommunicationOptions
 
 OPS = {
     "one device": ts.ReductionToOneDevice,
@@ -128,3 +130,88 @@ def test_nccl_without_gpus_says_so(monkeypatch):
     value = ts.PerReplica((torch.ones(1), torch.ones(1)))
     ts.NcclAllReduce().reduce("sum", value, [torch.device("cpu", 0), torch.device("cpu", 1)])
     assert "one GPU for each replica" in said[0]
+
+
+# Sums of gradients, in place.
+
+
+def gradients(count, *, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(3, 4), (5,), (), (0, 2), (2, 3, 4, 5)]
+    return [[torch.randn(shape, generator=generator).to(dtype) for _ in range(count)] for shape in shapes]
+
+
+def sums_of(rows, ops=None, may_overwrite=None):
+    devices = [torch.device("cpu", i) for i in range(len(rows[0]))]
+    may_overwrite = [True] * len(rows) if may_overwrite is None else may_overwrite
+    return sum_gradients(ops or ts.ReductionToOneDevice(), rows, may_overwrite, devices, CommunicationOptions())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_gradients_are_summed_in_their_own_memory(count, dtype):
+    rows = gradients(count, dtype=dtype)
+    expected = [sum(row[1:], row[0].clone()) for row in rows]
+    found = sums_of(rows)
+    for row, own, total in zip(rows, found, expected, strict=True):
+        assert all(a is b for a, b in zip(row, own, strict=True))
+        for value in own:
+            torch.testing.assert_close(value, total, rtol=0, atol=0)
+
+
+def test_gradients_that_must_stay_get_sums_beside_them():
+    rows = gradients(2)
+    before = [[value.clone() for value in row] for row in rows]
+    found = sums_of(rows, may_overwrite=[True, False, True, False, True])
+    for k, (row, own, values) in enumerate(zip(rows, found, before, strict=True)):
+        torch.testing.assert_close(own[1], values[0] + values[1], rtol=0, atol=0)
+        if k in (1, 3):
+            torch.testing.assert_close(row, values, rtol=0, atol=0)
+
+
+def test_gradients_keep_their_memory_format():
+    rows = [[torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) for _ in range(2)]]
+    expected = rows[0][0] + rows[0][1]
+    for value in sums_of(rows)[0]:
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        assert value.is_contiguous(memory_format=torch.channels_last)
+
+
+def shared_twice():
+    same = torch.ones(2)
+    return [[same, torch.ones(2)], [same, torch.ones(2)]]
+
+
+OTHER_USES = {
+    "of a graph": lambda: [[torch.ones(2, requires_grad=True) * 1, torch.ones(2)]],
+    "leaf": lambda: [[torch.ones(2, requires_grad=True), torch.ones(2)]],
+    "expanded": lambda: [[torch.ones(1).expand(2), torch.ones(2)]],
+    "shared by replicas": lambda: [[torch.ones(2)] * 2],
+    "shared by parameters": shared_twice,
+}
+
+
+@pytest.mark.parametrize("make", OTHER_USES.values(), ids=OTHER_USES)
+def test_gradients_with_other_uses_are_left_alone(make):
+    rows = make()
+    with torch.no_grad():
+        found = sums_of(rows)
+    for row, own in zip(rows, found, strict=True):
+        assert all(value.tolist() == [1, 1] for value in row)
+        assert all(value.tolist() == [2, 2] for value in own)
+
+
+def test_gradients_of_other_ops_go_through_them():
+    class Doubling(ts.ReductionToOneDevice):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            total = super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+            return ts.Mirrored([2 * value for value in total.values])
+
+    ops = [Doubling(), ts.ReductionToOneDevice(accumulation_fn=lambda tensors: 2 * sum(tensors))]
+    for each in ops:
+        assert [value.tolist() for value in sums_of([[torch.ones(2), torch.ones(2)]], each)[0]] == [[4, 4], [4, 4]]
+
+
+def test_gradients_of_different_shapes_are_refused():
+    with pytest.raises(ts.errors.InvalidArgumentError, match="equal shapes"):
+        sums_of([[torch.ones(2), torch.ones(3)]])

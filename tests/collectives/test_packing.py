@@ -1,13 +1,71 @@
 import pytest
 import torch
 
-from torchstrategy.collectives.packing import pack, plan_buckets, split_into_packs, unpack
+from torchstrategy.collectives.packing import (
+    in_format_of,
+    in_memory_order,
+    memory_order,
+    pack,
+    plan_buckets,
+    split_into_packs,
+    unpack,
+)
+
+IMAGES = torch.randn(2, 3, 4, 5)
+LAST = IMAGES.to(memory_format=torch.channels_last)
 
 
 def test_pack_and_unpack():
     tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 4), torch.randn(3, 2).t()]
     for tensor, back in zip(tensors, unpack(pack(tensors), tensors), strict=True):
         assert torch.equal(tensor, back)
+
+
+def test_buffers_in_the_memory_order_of_others():
+    formats = [LAST, torch.zeros(3, 2), LAST, torch.zeros(2, 3).t(), torch.zeros(4, 1, 2, 2)]
+    tensors = [torch.randn(like.shape).copy_(torch.randn(like.shape)) for like in formats]
+    tensors[0] = tensors[0].to(memory_format=torch.channels_last)
+    flat = pack(tensors, formats)
+    assert torch.equal(flat[: LAST.numel()], tensors[0].permute(0, 2, 3, 1).flatten())
+    for tensor, back, like in zip(tensors, unpack(flat, formats, keep_formats=True), formats, strict=True):
+        assert torch.equal(tensor, back)
+        assert back.stride() == like.stride()
+        assert back.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order"),
+    [
+        (IMAGES, None),
+        (LAST, (0, 2, 3, 1)),
+        (torch.zeros(4, 1, 3, 3).to(memory_format=torch.channels_last), None),  # the same in both formats
+        (torch.zeros(4, 3, 1, 2).to(memory_format=torch.channels_last), (0, 3, 1, 2)),
+        (torch.zeros(2, 3).t(), (1, 0)),
+        (torch.zeros(3, 1).expand(3, 2), None),  # overlaps itself
+        (torch.zeros(4, 4)[:, ::2], None),  # has gaps
+    ],
+)
+def test_order_of_elements_in_memory(tensor, order):
+    assert memory_order(tensor) == order
+    if order is not None:
+        view = in_memory_order(torch.zeros(tensor.shape), order)
+        assert memory_order(view) == order
+        assert view.shape == tensor.shape
+
+
+def test_copies_only_what_has_another_format():
+    one_channel = torch.zeros(4, 1, 3, 3)
+    same = [
+        (IMAGES, IMAGES.clone()),
+        (LAST, LAST.clone()),
+        (one_channel, one_channel.to(memory_format=torch.channels_last)),
+        (IMAGES, torch.zeros(2, 3, 4, 10)[..., ::2]),
+    ]
+    assert all(in_format_of(tensor, like) is tensor for tensor, like in same)
+    for tensor, like in [(IMAGES, LAST), (LAST, IMAGES), (torch.zeros(2, 3, 4, 10)[..., ::2], IMAGES)]:
+        result = in_format_of(tensor, like)
+        assert torch.equal(result, tensor)
+        assert result.stride() == like.stride()
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 10**6])

@@ -9,24 +9,32 @@ import torch.distributed as dist
 
 from tests.collectives.groups import Group, no_check, on_ranks
 from torchstrategy.collectives import records, routes, shared_memory
+from torchstrategy.collectives.compression import NarrowPlane
 from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, MessagePlane, NcclPlane, StagedPlane
 from torchstrategy.collectives.rendezvous import Meeting
-from torchstrategy.collectives.routes import choose_implementation, make_routes
+from torchstrategy.collectives.routes import Routes, choose_implementation, make_routes, usable_compression
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane
 from torchstrategy.collectives.xla_plane import XlaPlane
-from torchstrategy.options import CommunicationImplementation
+from torchstrategy.options import CommunicationImplementation, PowerSGD
 
 AUTO, RING, NCCL = CommunicationImplementation.AUTO, CommunicationImplementation.RING, CommunicationImplementation.NCCL
 
 
-def routes_of(hosts, implementation=AUTO, hierarchical=None):
+def routes_of(hosts, implementation=AUTO, hierarchical=None, compression=None):
     group = Group(hosts)
 
     def make(rank):
         meeting = Meeting(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
         exchange, timeout = group.exchange(rank), timedelta(seconds=30)
         return make_routes(
-            implementation, meeting, group.records[rank], exchange, no_check, timeout, hierarchical=hierarchical
+            implementation,
+            meeting,
+            group.records[rank],
+            exchange,
+            no_check,
+            timeout,
+            hierarchical=hierarchical,
+            compression=compression,
         )
 
     made = on_ranks(group.size, make)
@@ -102,6 +110,55 @@ def test_gpus_keep_nccl_and_tensors_of_the_cpu_share_memory(monkeypatch):
         assert one.lines[0] == "tensors on GPUs over NCCL"
         assert type(one.plane_of(gpu_tensor)) is NcclPlane
         assert type(one.plane_of(torch.ones(10_000))) is SharedMemoryPlane
+
+
+@pytest.mark.parametrize(
+    ("hosts", "implementation", "plane", "line"),
+    [
+        ((0, 0), AUTO, SharedMemoryPlane, "tensors through shared memory"),
+        ((0, 1), AUTO, NarrowPlane, "tensors over gloo as fp16"),
+        ((0, 0), RING, NarrowPlane, "tensors over gloo as fp16"),
+        (
+            (0, 0, 1),
+            AUTO,
+            HierarchicalPlane,
+            "tensors through shared memory in each of 2 hosts and over gloo as fp16 between them",
+        ),
+    ],
+)
+def test_only_what_leaves_a_host_is_compressed(hosts, implementation, plane, line):
+    for one in routes_of(hosts, implementation, compression="fp16"):
+        assert one.lines[-1] == line
+        assert one.network == ("" if plane is SharedMemoryPlane else "gloo")
+        if plane is not SharedMemoryPlane:  # how a number is rounded does not depend on the size of its bucket
+            assert type(one.plane_of(torch.ones(1))) is type(one.plane_of(torch.ones(5000))) is plane
+            assert type(one.plane_of(torch.empty(5000, device="meta"))) is StagedPlane
+    for one in routes_of(hosts, implementation, compression=PowerSGD()):  # makes smaller what planes get
+        assert type(one.large) is not NarrowPlane
+    if plane is HierarchicalPlane:
+        leaders = [one.large._leaders for one in routes_of(hosts, implementation, compression="fp16")]
+        assert [type(leader) for leader in leaders] == [NarrowPlane, type(None), NarrowPlane]
+
+
+def test_where_nothing_can_be_compressed_a_line_says_so(caplog):
+    def usable(asked, network, device_type="cpu"):
+        caplog.clear()
+        return usable_compression(asked, Routes(None, None, network=network), device_type), caplog.text
+
+    assert usable(None, "") == (None, "")
+    for asked in ("bf16", PowerSGD(rank=7)):
+        for network in ("gloo", "NCCL"):
+            assert usable(asked, network) == (asked, "")
+        for network, device_type, reason in (("", "cpu", "share their host's memory"), ("gloo", "xla", "XLA sums")):
+            found, line = usable(asked, network, device_type)
+            assert found is None
+            assert f"Gradients are not compressed: gradient_compression={asked!r} has no effect" in line
+            assert reason in line
+    assert usable(PowerSGD(), "'mympi'") == (PowerSGD(), "")
+    for name in ("'mympi'", "'gloo'"):  # a way of the user's may have any name
+        found, line = usable("fp16", name)
+        assert found is None
+        assert f"{name} is not known to let ranks exchange parts" in line
 
 
 def runtime_of(rank, connects_processes):

@@ -215,7 +215,9 @@ def different_cluster(change: dict[str, Any], deadline_s: float) -> float:
 
 def different_setup(kind: str) -> float:
     """Make the strategy with something else on the last rank."""
-    options = {"timeout_seconds": 20.0}
+    options: dict[str, Any] = {"timeout_seconds": 20.0}
+    if kind == "devices over gloo":  # gradients have connections of their own there
+        options["implementation"] = "RING"
     devices = ["cpu:0"]
     make = ts.MultiWorkerMirroredStrategy
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
@@ -227,7 +229,7 @@ def different_setup(kind: str) -> float:
             options["implementation"] = "RING"
         elif kind == "strategy":
             make = ts.MirroredStrategy
-        elif kind == "devices":
+        elif kind in ("devices", "devices over gloo"):
             devices.append("cpu:1")
         elif kind == "torch":
             torch.__version__ = "1.0.0"

@@ -69,6 +69,7 @@ def test_a_rank_that_skips_a_step(skipped):
         ("implementation", "AUTO", "RING"),
         ("strategy", "MultiWorkerMirroredStrategy", "MirroredStrategy"),
         ("devices", "cpu:0", "cpu:1"),
+        ("devices over gloo", "must bring as many devices", "cpu:1"),
         ("torch", "torch", "1.0.0"),
         ("torchstrategy", "torchstrategy", "0.0.1"),
     ],

@@ -156,6 +156,28 @@ def test_concurrent_replicas_draw_new_numbers_in_each_run():
     assert len({tuple(row.tolist()) for row in rows}) == len(rows)
 
 
+def test_merge_functions_draw_from_the_programs_stream():
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def merge(current):
+        first = torch.rand(1)
+        inner = current.run(lambda: torch.rand(1))
+        return torch.cat([first, *current.experimental_local_results(inner), torch.rand(1)])
+
+    def fn():
+        before = torch.rand(1)
+        return torch.cat([before, ts.get_replica_context().merge_call(merge), torch.rand(1)])
+
+    torch.manual_seed(5)
+    expected = torch.rand(6)
+    torch.manual_seed(5)
+    first, second = (value.tolist() for value in strategy.run(fn).values)
+    assert [first[i] for i in (0, 1, 2, 4, 5)] == expected[:5].tolist()
+    assert second[1:5] == first[1:5]
+    assert torch.rand(1) == expected[5]
+    assert len({*first, *second}) == 8
+
+
 def test_derived_seeds():
     torch.manual_seed(5)
     state = torch.get_rng_state()

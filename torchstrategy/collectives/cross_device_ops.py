@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.collectives.packing import pack, split_into_packs, unpack
+from torchstrategy.collectives.packing import memory_order, pack, split_into_packs, unpack
 from torchstrategy.devices import canonical_device, tensor_device
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.log import warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
-from torchstrategy.values import DistributedValues, Mirrored
+from torchstrategy.values import DistributedValues, Mirrored, PerReplica
 
-__all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"]
+__all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice", "sum_gradients"]
 
 Devices = Sequence[torch.device]
 
@@ -264,6 +264,65 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
         total = leaders[0] + leaders[1].to(leaders[0].device)
         second = total.to(leaders[1].device)
         return [(total if i < middle else second).to(buffer.device, copy=True) for i, buffer in enumerate(buffers)]
+
+
+def sum_gradients(
+    ops: CrossDeviceOps,
+    rows: Sequence[Sequence[Tensor]],
+    may_overwrite: Sequence[bool],
+    destinations: Devices,
+    options: CommunicationOptions,
+) -> list[list[Tensor]]:
+    """Sum gradients over the replicas of this process, with few calls for many tensors.
+
+    Args:
+        ops: how they are combined.
+        rows: of each parameter, one gradient for each replica.
+        may_overwrite: for each parameter, whether the sum may be written to the gradients' memory.
+        destinations: the replicas' devices.
+        options: hints.
+
+    Returns:
+        For each parameter the sum, once for each replica.
+    """
+    sums = [list(row) for row in rows]
+    in_place = [k for k, may in enumerate(may_overwrite) if may] if _adds_in_order(ops, destinations) else []
+    if in_place and _have_own_memory([rows[k] for k in in_place]):
+        _sum_in_place([rows[k] for k in in_place])
+    else:
+        in_place = []
+    rest = sorted(set(range(len(rows))) - set(in_place))
+    pairs = [(PerReplica(sums[k]), destinations) for k in rest]
+    for k, value in zip(rest, ops.batch_reduce(ReduceOp.SUM, pairs, options) if pairs else (), strict=True):
+        sums[k] = list(value.values)
+    return sums
+
+
+def _sum_in_place(rows: Sequence[Sequence[Tensor]]) -> None:
+    for row in rows:
+        _check_tensors(PerReplica(list(row)))
+    total, *others = (list(column) for column in zip(*rows, strict=True))
+    for column in others:
+        torch._foreach_add_(total, [part.to(sum_.device) for part, sum_ in zip(column, total, strict=True)])
+    for column in others:
+        torch._foreach_copy_(column, total)
+
+
+def _adds_in_order(ops: CrossDeviceOps, destinations: Devices) -> bool:
+    """Say whether ops do nothing but add tensors to the first replica's, in the order of replicas."""
+    if type(ops) is not ReductionToOneDevice or ops.accumulation_fn is not _add_in_order:
+        return False
+    return tensor_device(ops.reduce_to_device or destinations[0]) == tensor_device(destinations[0])
+
+
+def _have_own_memory(rows: Sequence[Sequence[Tensor]]) -> bool:
+    """Say whether each tensor can be written to without a change to another one or to a graph."""
+    tensors = [tensor for row in rows for tensor in row]
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    return len(set(addresses)) == len(addresses) and not any(
+        tensor.requires_grad or tensor.is_sparse or not (tensor.is_contiguous() or memory_order(tensor) is not None)
+        for tensor in tensors
+    )
 
 
 def _check_tensors(value: DistributedValues) -> None:

@@ -7,6 +7,7 @@ words by ``WorkerGroup``. Shared memory has a module of its own.
 from __future__ import annotations
 
 import abc
+import ctypes
 import functools
 import os
 import time
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.records import Records
@@ -30,28 +31,39 @@ __all__ = [
     "MessagePlane",
     "NcclPlane",
     "StagedPlane",
+    "SumPlane",
     "Wait",
     "from_bytes",
     "gloo_plane",
+    "outlive_program",
+    "route_of",
     "to_bytes",
 ]
 
 _POLL = timedelta(milliseconds=500)
 _MARK = b"#"  # no record begins so
+#: Within one sum gloo's pieces wait for each other, which leaves a link with some delay idle. 38 MB between two hosts
+#: at 1 Gbit/s with 5 ms of delay took 0.50 s at once, and 0.37 s in several parts that travel at a time.
+_GLOO_PART_BYTES = 12 << 20
+_GLOO_THREADS = 4
 
 Wait = Callable[[Check], None]
 
 
-class DataPlane(Protocol):
+class SumPlane(Protocol):
+    """Sums over the ranks of a group; see ``DataPlane``."""
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """Start to replace a contiguous tensor by its sum over ranks; every rank must get the same bits."""
+
+
+class DataPlane(SumPlane, Protocol):
     """Collectives over the ranks of a group; every rank starts the same ones in the same order.
 
     Each method returns a function that waits for the end. It is given a ``check`` to call before it waits and at least
     once a second meanwhile: the check raises when another rank has failed or the time is up, and the function lets that
     error pass. A rank whose connection breaks raises ``ConnectionError``.
     """
-
-    def start_sum(self, tensor: Tensor) -> Wait:
-        """Start to replace a contiguous tensor by its sum over ranks; every rank must get the same bits."""
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
         """Start to copy each rank's ``tensor`` to its place in ``outputs``; ``uint8`` of one length on all ranks."""
@@ -65,17 +77,24 @@ class C10dPlane:
 
     Args:
         group: the process group.
+        route: what traces call it.
+        part_bytes: size in bytes of the parts in which a larger tensor is summed, all at once; 0 means in one.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, route: str = "torch.distributed", part_bytes: int = 0) -> None:
         self._group = group
+        self.route = route
+        self._part_bytes = part_bytes
 
     def start_sum(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._wait_for(self._group.allreduce([numbers], options))
+        if not self._part_bytes or tensor.nbytes <= self._part_bytes:
+            return self._wait_for(self._group.allreduce([numbers], options))
+        parts = numbers.view(-1).tensor_split(-(-tensor.nbytes // self._part_bytes))
+        return functools.partial(_wait_for_all, [self._wait_for(self._group.allreduce([p], options)) for p in parts])
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
@@ -86,6 +105,14 @@ class C10dPlane:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._wait_for(self._group.broadcast([tensor], options))
+
+    def start_all_to_all(self, output: Tensor, tensor: Tensor) -> Wait:
+        """Start to give each rank its part of ``tensor``; parts of one length, as in ``output``, follow each other."""
+        return self._wait_for(self._group.alltoall_base(output, tensor, [], [], AllToAllOptions()))
+
+    def outlive_program(self) -> None:
+        """Never end the group: gloo would wait for what is under way, and a rank that is stopped does not answer."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _wait_for(self, work: Any) -> Wait:
         return functools.partial(_wait_in_slices, work)
@@ -104,12 +131,13 @@ def gloo_plane(store: Any, rank: int, size: int, timeout: timedelta, address: st
         timeout: after which gloo gives up.
         address: of this process, as the others can reach it.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return C10dPlane(dist.ProcessGroupGloo(store, rank, size, timeout))
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    create = dist.ProcessGroupGloo.create_device
+    options._devices = [create(interface=name) for name in interfaces] or [create(hostname=address)]
     options._timeout = timeout
-    return C10dPlane(dist.ProcessGroupGloo(store, rank, size, options))
+    options._threads = _GLOO_THREADS
+    return C10dPlane(dist.ProcessGroupGloo(store, rank, size, options), "gloo", _GLOO_PART_BYTES)
 
 
 class NcclPlane(C10dPlane):
@@ -159,6 +187,8 @@ class MessagePlane(_WaitingPlane):
         records: the connections.
     """
 
+    route = "messages"
+
     def __init__(self, records: Records) -> None:
         self._records = records
 
@@ -193,11 +223,18 @@ class HierarchicalPlane(_WaitingPlane):
         leaders: between the hosts' first ranks, in the order of hosts; ``None`` if this rank is none of them.
     """
 
+    route = "shared memory and network"
+
     def __init__(self, hosts: Sequence[int], rank: int, local: DataPlane | None, leaders: DataPlane | None) -> None:
         self._members = [[r for r, host in enumerate(hosts) if host == number] for number in range(max(hosts) + 1)]
         self._host = hosts[rank]
         self._local = local
         self._leaders = leaders
+
+    def outlive_program(self) -> None:
+        """See ``C10dPlane``."""
+        for plane in (self._local, self._leaders):
+            outlive_program(plane)
 
     def _sum(self, numbers: Tensor, check: Check) -> None:
         if self._local is not None:
@@ -241,6 +278,7 @@ class StagedPlane:
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
+        self.route = f"the CPU and {route_of(plane)}"
 
     def start_sum(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
@@ -258,6 +296,18 @@ class StagedPlane:
         staged = tensor.cpu()
         wait = self._plane.start_broadcast(staged.view(torch.uint8))
         return functools.partial(_then_copy, wait, [tensor], [staged])
+
+
+def route_of(plane: SumPlane) -> str:
+    """Return what traces call a plane's way."""
+    return getattr(plane, "route", type(plane).__name__)
+
+
+def outlive_program(plane: object) -> None:
+    """Let the program end while a plane's sums are under way; planes that don't mind have no such method."""
+    method = getattr(plane, "outlive_program", None)
+    if method is not None:
+        method()
 
 
 def to_bytes(tensor: Tensor) -> bytes:
@@ -281,6 +331,11 @@ def _wait_in_slices(work: Any, check: Check) -> None:
             # An error that comes before the slice is over is no time-out.
             if work.is_completed() or time.monotonic() - start < _POLL.total_seconds() / 2:
                 raise ConnectionError(str(error)) from error
+
+
+def _wait_for_all(waits: Sequence[Wait], check: Check) -> None:
+    for wait in waits:
+        wait(check)
 
 
 def _then_copy(wait: Wait, targets: Sequence[Tensor], sources: Sequence[Tensor], check: Check) -> None:

@@ -89,7 +89,9 @@ def join(
         torch.cuda.set_device(own[0])
     hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
     try:
-        workers = WorkerGroup(meeting, own[0].type, options, hierarchical=hierarchical, runtime=runtime)
+        workers = WorkerGroup(
+            meeting, own[0].type, options, hierarchical=hierarchical, runtime=runtime, num_local=len(own)
+        )
     except DistError as error:
         raise_lost_store(job, meeting.watch, error)
     brought = workers.exchange(f"joining the {strategy}", [str(device) for device in own])

@@ -8,23 +8,82 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["pack", "plan_buckets", "split_into_packs", "unpack"]
+__all__ = [
+    "in_format_of",
+    "in_memory_order",
+    "memory_order",
+    "pack",
+    "plan_buckets",
+    "split_into_packs",
+    "unpack",
+]
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy tensors of one dtype and device into one flat buffer."""
+def pack(tensors: Sequence[Tensor], formats: Sequence[Tensor] | None = None) -> Tensor:
+    """Copy tensors of one dtype and device into one flat buffer.
+
+    Args:
+        tensors: what to copy.
+        formats: a tensor of the same shape for each, whose elements' order in memory is that in the buffer: the
+            gradient of a parameter in ``channels_last`` has that format, and another order would cost one more copy.
+            ``None`` means the order of the indices.
+    """
+    if formats is not None:
+        orders = map(memory_order, formats)
+        tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the buffer in the shapes of ``like``."""
+def unpack(flat: Tensor, like: Sequence[Tensor], *, keep_formats: bool = False) -> list[Tensor]:
+    """Return views of the buffer in the shapes of ``like``.
+
+    Args:
+        flat: the buffer.
+        like: tensors of the packed ones' shapes.
+        keep_formats: whether ``like`` were the ``formats`` of ``pack``.
+    """
     # One call into C++, three times as fast as `split` and `view`; DDP uses it, too. In torch 2.9 it gives empty
     # tensors one dimension.
     views = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
-    return [
+    views = [
         view if view.shape == tensor.shape else view.reshape(tensor.shape)
         for view, tensor in zip(views, like, strict=True)
     ]
+    if keep_formats:
+        views = [in_memory_order(view, memory_order(tensor)) for view, tensor in zip(views, like, strict=True)]
+    return views
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return a tensor's axes by falling strides; ``None`` if they are in order, or no order makes it contiguous."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: (tensor.shape[axis] == 1, -strides[axis])))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_memory_order(tensor: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Return a view of a contiguous tensor's memory in the same shape, whose axes have this ``memory_order``."""
+    if order is None:
+        return tensor
+    inverse = [order.index(axis) for axis in range(len(order))]
+    return tensor.view([tensor.shape[axis] for axis in order]).permute(inverse)
+
+
+def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a gradient, copied if its elements do not lie in memory as those of its parameter ``like`` do.
+
+    torch's fused optimizers take that for granted, and compute wrong numbers otherwise.
+    """
+    if tensor.stride() == like.stride() or tensor.shape != like.shape:
+        return tensor
+    order = memory_order(like)
+    if order is None and not like.is_contiguous():
+        return tensor
+    if order == memory_order(tensor) and (order is not None or tensor.is_contiguous()):
+        return tensor  # only axes of size 1 have other strides
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:

@@ -23,12 +23,18 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.data_planes import Wait, from_bytes, to_bytes
+from torchstrategy.collectives.data_planes import SumPlane, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.failures import describe
 from torchstrategy.collectives.packing import pack, plan_buckets, unpack
 from torchstrategy.collectives.records import connect_records
 from torchstrategy.collectives.rendezvous import Meeting
-from torchstrategy.collectives.routes import choose_implementation, make_routes
+from torchstrategy.collectives.routes import (
+    choose_implementation,
+    make_routes,
+    planes_during_backward,
+    usable_compression,
+    wants_overlap,
+)
 from torchstrategy.collectives.summing import is_addable, sum_in_order
 from torchstrategy.errors import (
     DeadlineExceededError,
@@ -37,7 +43,8 @@ from torchstrategy.errors import (
     OpError,
     ReplicaFailedError,
 )
-from torchstrategy.log import info_once, set_rank, show_info, warn_once
+from torchstrategy.labels import label
+from torchstrategy.log import info_once, set_rank, show_info, warn_once, warning_once
 from torchstrategy.options import CommunicationOptions
 from torchstrategy.xla.runtime import TpuRuntime
 
@@ -61,6 +68,7 @@ class WorkerGroup:
         hierarchical: whether processes of one host share memory for tensors on the CPU, also if ``RING`` is asked
             for; ``None`` leaves it to the implementation, ``False`` forbids it.
         runtime: this process's XLA device, if it drives one; it has been started.
+        num_local: replicas in this process; sums start during ``backward`` if there is one.
 
     Raises:
         ValueError: NCCL is asked for with CPU devices, or a communication that is not registered.
@@ -75,6 +83,7 @@ class WorkerGroup:
         *,
         hierarchical: bool | None = None,
         runtime: TpuRuntime | None = None,
+        num_local: int = 1,
     ) -> None:
         self.implementation = choose_implementation(options.implementation, device_type)
         self.rank = meeting.rank
@@ -98,9 +107,30 @@ class WorkerGroup:
         # can't end while gloo waits.
         timeout = timedelta(seconds=self._timeout_s + _GRACE_S)
         exchange = functools.partial(self.exchange, operation)
-        self.routes = make_routes(
-            self.implementation, meeting, self._records, exchange, check, timeout, hierarchical=hierarchical
+        make = functools.partial(
+            make_routes,
+            self.implementation,
+            records=self._records,
+            exchange=exchange,
+            check=check,
+            timeout=timeout,
+            hierarchical=hierarchical,
         )
+        self.routes = self.gradient_routes = make(meeting)
+        #: How sums of gradients become smaller; ``None`` if they don't.
+        self.compression = usable_compression(options.gradient_compression, self.routes, device_type)
+        # The ranks make the next planes together; that they bring as many devices is not known yet.
+        overlaps = runtime is None and wants_overlap(options.overlap, self.compression, self.routes)
+        overlaps = overlaps and all(count == 1 for count in exchange(num_local))
+        if isinstance(self.compression, str) or overlaps:
+            own = meeting._replace(store=PrefixStore("gradients", meeting.store))
+            self.gradient_routes = make(own, compression=self.compression)
+        self._early = planes_during_backward(self.gradient_routes) if overlaps else {}
+        if options.overlap and not overlaps:
+            warning_once(
+                "Sums of gradients don't begin during `backward`: overlap=True has an effect with one replica in each "
+                "process, and neither with PowerSGD nor with a registered communication nor on XLA devices."
+            )
         if runtime is not None:
             agree = functools.partial(self.exchange, "the launch of a collective between XLA devices", None)
             self.routes.add_xla(runtime, exchange, agree)
@@ -108,6 +138,9 @@ class WorkerGroup:
         set_rank(self.rank)
         ways = "; ".join(self.routes.lines)
         info_once(f"Communication between {self.size} processes ({self.communication}): {ways}.")
+        if self.compression is not None:
+            ways = "; ".join(self.gradient_routes.lines)
+            info_once(f"Gradients between processes are compressed ({self.compression}): {ways}.")
 
     @property
     def communication(self) -> str:
@@ -180,7 +213,8 @@ class WorkerGroup:
 
         def finish() -> tuple[list[Any], list[bytes]]:
             self.watch.position = f"in {where}"
-            bodies = self._guarded(operation, receive)
+            with label("wait", operation, len(body), "bytes in a message"):
+                bodies = self._guarded(operation, receive)
             self.watch.position = f"after {where}"
             return self._read(bodies, head, payload)
 
@@ -294,7 +328,8 @@ class WorkerGroup:
         padded[: tensor.numel()] = tensor.reshape(-1)
         outputs = [torch.empty_like(padded) for _ in range(self.size)]
         own = _as_bytes(padded)
-        self._finish(self.routes.plane_of(own).start_all_gather([_as_bytes(out) for out in outputs], own), operation)
+        plane = self.routes.plane_of(own)
+        self._finish(plane.start_all_gather([_as_bytes(out) for out in outputs], own), operation, plane, own)
         return [out[: shape.numel()].view(shape) for out, shape in zip(outputs, shapes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
@@ -310,7 +345,8 @@ class WorkerGroup:
             if flat.numel() == 0:
                 continue
             own = _as_bytes(flat)
-            self._finish(self.routes.plane_of(own).start_broadcast(own), operation)
+            plane = self.routes.plane_of(own)
+            self._finish(plane.start_broadcast(own), operation, plane, own)
             with torch.no_grad():
                 for tensor, value in zip(members, unpack(flat, members), strict=True):
                     tensor.copy_(value)
@@ -325,7 +361,35 @@ class WorkerGroup:
         Returns:
             A function that waits for the end; errors as in ``exchange``.
         """
-        return functools.partial(self._finish, self.routes.plane_of(tensor).start_sum(tensor), operation)
+        return self._start_sum(self.routes.plane_of(tensor), tensor, operation)
+
+    def start_gradient_sum(self, tensor: Tensor, operation: str) -> Callable[[], None]:
+        """Do as ``start_sum`` over the ways of gradients, on which they may become smaller."""
+        return self._start_sum(self.gradient_routes.plane_of(tensor), tensor, operation)
+
+    @property
+    def early_device_types(self) -> frozenset[str]:
+        """The types of devices whose gradients can be summed by ``start_early_sum``."""
+        return frozenset(self._early)
+
+    def start_early_sum(self, tensor: Tensor, operation: str) -> Callable[[], None]:
+        """Do as ``start_gradient_sum`` while this rank computes and perhaps makes other collectives.
+
+        No other sum of gradients may start before all early ones have been waited for, in their order.
+        """
+        plane = self._early[tensor.device.type]
+        try:
+            return self._start_sum(plane, tensor, operation)
+        except RuntimeError as error:  # a lost rank; it is told where the sum is waited for, not in `backward`
+            return functools.partial(self._finish, functools.partial(_raise_lost, str(error)), operation, plane, tensor)
+
+    def leave_early_sums(self) -> None:
+        """Let the program end although early sums are under way, which other ranks may never join."""
+        for plane in self._early.values():
+            outlive_program(plane)
+
+    def _start_sum(self, plane: SumPlane, tensor: Tensor, operation: str) -> Callable[[], None]:
+        return functools.partial(self._finish, plane.start_sum(tensor), operation, plane, tensor)
 
     def _with_record(self, tensors: Sequence[Tensor], groups: Sequence[tuple[torch.dtype, list[int]]]) -> bytes | None:
         """Return the bytes of tensors that are small enough to travel with the record; ``None`` if they are not."""
@@ -345,9 +409,10 @@ class WorkerGroup:
             self._broken = self._broken or f"{operation} was given up"
             raise
 
-    def _finish(self, wait: Wait, operation: str) -> None:
+    def _finish(self, wait: Wait, operation: str, plane: SumPlane, tensor: Tensor) -> None:
         try:
-            wait(self._checker(operation))
+            with label("move", operation, tensor.nbytes, "bytes by", route_of(plane)):
+                wait(self._checker(operation))
         except ConnectionError as error:
             self._raise_lost(operation, error)
         except BaseException:
@@ -395,6 +460,11 @@ class WorkerGroup:
         raise ReplicaFailedError(
             f"{operation}: the connection to another rank broke. {self.watch.where_is_everyone()}\n({reason})"
         ) from None
+
+
+def _raise_lost(reason: str, check: Check) -> None:
+    check()
+    raise ConnectionError(reason)
 
 
 def _group(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, list[int]]]:

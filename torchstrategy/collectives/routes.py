@@ -12,25 +12,37 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from torchstrategy.collectives.compression import compressed
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import (
+    C10dPlane,
     DataPlane,
     HierarchicalPlane,
     MessagePlane,
     NcclPlane,
     StagedPlane,
+    SumPlane,
     gloo_plane,
+    route_of,
 )
 from torchstrategy.collectives.records import MAX_MESH_SIZE, Records
 from torchstrategy.collectives.registry import make_registered_plane
 from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane, share_memory
+from torchstrategy.collectives.threaded_plane import ThreadedPlane
 from torchstrategy.collectives.xla_plane import XlaPlane
 from torchstrategy.log import warning_once
-from torchstrategy.options import CommunicationImplementation
+from torchstrategy.options import CommunicationImplementation, PowerSGD
 from torchstrategy.xla.runtime import TpuRuntime
 
-__all__ = ["Routes", "choose_implementation", "make_routes"]
+__all__ = [
+    "Routes",
+    "choose_implementation",
+    "make_routes",
+    "planes_during_backward",
+    "usable_compression",
+    "wants_overlap",
+]
 
 #: Up to this size in bytes tensors of the CPU travel in messages: a user's with the record that comes before each
 #: collective, gradients in one of their own. Measured between 2 / 3 / 4 processes of one host, medians in µs (the
@@ -62,6 +74,8 @@ class Routes:
         accelerators: what carries the tensors of a type of device, such as ``"cuda"``, by that type.
         with_record_bytes: up to this size in bytes a user's CPU tensors travel with the record.
         lines: one sentence for each class of tensors.
+        network: what carries data that leaves a host or shares no memory there: ``gloo``, ``NCCL``, or the quoted name
+            of a way of the user's; empty if there is no such data.
     """
 
     small: DataPlane
@@ -71,6 +85,7 @@ class Routes:
     accelerators: dict[str, DataPlane] = field(default_factory=dict)
     with_record_bytes: int = 0
     lines: list[str] = field(default_factory=list)
+    network: str = ""
 
     def plane_of(self, tensor: Tensor) -> DataPlane:
         """Return what carries a tensor; every rank must ask for one of the same size and kind of device."""
@@ -139,6 +154,7 @@ def make_routes(
     timeout: timedelta,
     *,
     hierarchical: bool | None,
+    compression: str | PowerSGD | None = None,
 ) -> Routes:
     """Make the planes of a group; every rank calls this with the same arguments.
 
@@ -150,6 +166,7 @@ def make_routes(
         check: called while waiting; may raise to end the wait.
         timeout: after which gloo and NCCL give up.
         hierarchical: whether processes of one host share memory; ``None`` means unless ``RING`` is asked for.
+        compression: as ``usable_compression`` returns it: how sums become smaller on the network.
 
     Returns:
         The routes.
@@ -157,7 +174,8 @@ def make_routes(
     store, rank, size, hosts = meeting.store, meeting.rank, meeting.size, meeting.hosts
     if isinstance(implementation, str):
         plane = _make_registered(implementation, meeting, exchange, timeout)
-        return Routes(plane, plane, takes_accelerators=True, lines=[f"all tensors over {implementation!r}"])
+        lines = [f"all tensors over {implementation!r}"]
+        return Routes(plane, plane, takes_accelerators=True, lines=lines, network=repr(implementation))
     is_ring = implementation is CommunicationImplementation.RING
     if hierarchical is None:
         hierarchical = not is_ring
@@ -166,11 +184,13 @@ def make_routes(
         if shared and rank == 0:
             warning_once(f"The processes of a host can't share memory, so gloo carries their tensors. ({shared})")
         own = PrefixStore("data", store)
-        large = meeting.ask(functools.partial(gloo_plane, own, rank, size, timeout, meeting.host))
-        routes = Routes(large, large, takes_accelerators=True, lines=["tensors over gloo"])
+        gloo = meeting.ask(functools.partial(gloo_plane, own, rank, size, timeout, meeting.host))
+        large = compressed(gloo, size, compression)
+        lines = [f"tensors over {route_of(large)}"]
+        routes = Routes(large, large, takes_accelerators=large is gloo, lines=lines, network="gloo")
     else:
-        routes = _over_shared_memory(shared, meeting, timeout)
-    if not is_ring:
+        routes = _over_shared_memory(shared, meeting, timeout, compression)
+    if not is_ring and not isinstance(compression, str):  # how a number is rounded must not depend on its bucket
         # A tree of ranks passes a message on several times, together with those of the others.
         limit = _MESSAGE_BYTES if size <= MAX_MESH_SIZE else _MESSAGE_BYTES // size
         routes.small, routes.small_bytes, routes.with_record_bytes = MessagePlane(records), limit, limit
@@ -179,8 +199,9 @@ def make_routes(
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
         group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
-        routes.accelerators["cuda"] = NcclPlane(group)
-        routes.lines.insert(0, "tensors on GPUs over NCCL")
+        plane = compressed(NcclPlane(group, "NCCL"), size, compression)
+        routes.accelerators["cuda"], routes.network = plane, "NCCL"
+        routes.lines.insert(0, f"tensors on GPUs over {route_of(plane)}")
     return routes
 
 
@@ -201,17 +222,67 @@ def _make_registered(name: str, meeting: Meeting, exchange: Exchange, timeout: t
     return plane
 
 
-def _over_shared_memory(local: SharedMemoryPlane | None, meeting: Meeting, timeout: timedelta) -> Routes:
+def usable_compression(asked: str | PowerSGD | None, routes: Routes, device_type: str) -> str | PowerSGD | None:
+    """Return how sums of gradients between processes become smaller, and say so where they can't.
+
+    Args:
+        asked: the choice of ``CommunicationOptions``.
+        routes: of the processes.
+        device_type: of the replicas.
+    """
+    if asked is None:
+        return None
+    if device_type == "xla":
+        reason = "XLA sums the gradients of its devices"
+    elif not routes.network:
+        reason = "the processes share their host's memory, and no gradient travels over a network"
+    elif isinstance(asked, str) and routes.network not in ("gloo", "NCCL"):
+        reason = f"{routes.network} is not known to let ranks exchange parts of tensors, as gloo and NCCL do"
+    else:
+        return asked
+    warning_once(f"Gradients are not compressed: gradient_compression={asked!r} has no effect, because {reason}.")
+    return None
+
+
+def wants_overlap(asked: bool | None, compression: str | PowerSGD | None, routes: Routes) -> bool:  # noqa: FBT001
+    """Say whether sums of gradients begin during ``backward``, if each process has one replica.
+
+    Args:
+        asked: the choice of ``CommunicationOptions``.
+        compression: as ``usable_compression`` returns it.
+        routes: of the processes.
+    """
+    if isinstance(compression, PowerSGD) or routes.network not in ("", "gloo", "NCCL"):
+        return False  # PowerSGD needs all gradients at once; a registered way may not stand a second group
+    return bool(routes.network) if asked is None else asked
+
+
+def planes_during_backward(routes: Routes) -> dict[str, SumPlane]:
+    """Return what carries sums while the program computes, by type of device.
+
+    Args:
+        routes: of gradients only, because their order against that of other collectives is free.
+    """
+    works_alone = isinstance(routes.large, C10dPlane)
+    planes: dict[str, SumPlane] = {"cpu": routes.large if works_alone else ThreadedPlane(routes.large)}
+    if isinstance(routes.accelerators.get("cuda"), C10dPlane):
+        planes["cuda"] = routes.accelerators["cuda"]
+    return planes
+
+
+def _over_shared_memory(
+    local: SharedMemoryPlane | None, meeting: Meeting, timeout: timedelta, compression: str | PowerSGD | None
+) -> Routes:
     hosts = meeting.hosts
     num_hosts = len(set(hosts))
     if num_hosts == 1 and local is not None:
         return Routes(local, local, lines=["tensors through shared memory"])
-    leaders = None
+    leaders: DataPlane | None = None
     if hosts.index(hosts[meeting.rank]) == meeting.rank:
         store = PrefixStore("leaders", meeting.store)
-        leaders = meeting.ask(
-            functools.partial(gloo_plane, store, hosts[meeting.rank], num_hosts, timeout, meeting.host)
-        )
+        gloo = meeting.ask(functools.partial(gloo_plane, store, hosts[meeting.rank], num_hosts, timeout, meeting.host))
+        leaders = compressed(gloo, num_hosts, compression)
     plane = HierarchicalPlane(hosts, meeting.rank, local, leaders)
-    lines = [f"tensors through shared memory in each of {num_hosts} hosts and over gloo between them"]
-    return Routes(plane, plane, lines=lines)
+    way = f"gloo as {compression}" if isinstance(compression, str) else "gloo"
+    lines = [f"tensors through shared memory in each of {num_hosts} hosts and over {way} between them"]
+    return Routes(plane, plane, lines=lines, network="gloo")

@@ -3,7 +3,7 @@
 from torchstrategy import coordinator
 from torchstrategy.collectives.registry import register_communication
 from torchstrategy.experimental import partitioners
-from torchstrategy.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from torchstrategy.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
 from torchstrategy.options import CommunicationImplementation as CollectiveCommunication
 from torchstrategy.strategies.central_storage import CentralStorageStrategy
 from torchstrategy.strategies.multi_worker import (
@@ -21,6 +21,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PowerSGD",
     "TPUStrategy",
     "ValueContext",
     "coordinator",

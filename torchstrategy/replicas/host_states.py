@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock
+from torchstrategy.collectives.packing import in_memory_order, memory_order
 from torchstrategy.log import warn_once
 
 __all__ = ["StateSharing"]
@@ -67,7 +68,8 @@ class StateSharing:
                 "chief's only: on other processes its `state_dict()` is empty."
             )
             return {"numbers": []}
-        return {"numbers": numbers, "tensors": [[*key, str(v.dtype)[6:], list(v.shape)] for key, v in tensors]}
+        rows = [[*key, str(v.dtype)[6:], list(v.shape), memory_order(v)] for key, v in tensors]
+        return {"numbers": numbers, "tensors": rows}
 
     def follow(self, optimizer: Optimizer, description: dict[str, Any]) -> None:
         """Do on every process what the description of the chief says."""
@@ -76,11 +78,12 @@ class StateSharing:
         rows = description.get("tensors")
         shared: list[tuple[int, str, Tensor]] = []
         if rows:
-            sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, _, dtype, shape in rows]
+            sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, _, dtype, shape, _ in rows]
             block = self._share(sizes)
             parts = block.views[0] if block.memory is None else block.memory
-            for (k, name, dtype, shape), part in zip(rows, parts, strict=True):
-                shared.append((k, name, part.view(getattr(torch, dtype)).view(shape)))
+            for (k, name, dtype, shape, order), part in zip(rows, parts, strict=True):
+                tensor = part.view(getattr(torch, dtype)).view(shape)
+                shared.append((k, name, in_memory_order(tensor, order)))  # which fused optimizers take for granted
             if is_chief:
                 self._move(optimizer, parameters, shared)
             self._workers.exchange("sharing the state of an optimizer", len(rows))

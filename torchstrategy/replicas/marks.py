@@ -17,6 +17,7 @@ __all__ = [
     "mark",
     "mark_applied",
     "note_backward",
+    "own_mark",
     "unmark",
     "was_edited",
 ]
@@ -73,6 +74,17 @@ def is_own(parameter: Tensor) -> bool:
     """Say whether a parameter's gradient is known to be one replica's, not summed."""
     found = _mark_of(parameter)
     return found is not None and found.kind == "own"
+
+
+def own_mark(parameter: Tensor) -> object | None:
+    """Return what stands for a replica's own gradient as the last backward pass has left it; ``None`` if it is not so.
+
+    Every backward pass that adds to the gradient gives it another mark.
+    """
+    found = _mark_of(parameter)
+    if found is None or found.kind != "own" or found.version != parameter.grad._version:  # type: ignore[union-attr]
+        return None
+    return found
 
 
 def is_sum(gradient: Tensor) -> bool:

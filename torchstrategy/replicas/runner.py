@@ -2,7 +2,7 @@
 
 Replica 0 runs on the caller's thread. When it reaches a merge point, the others run up to theirs, each on a persistent
 thread of its own, and the merge function is called; waking a thread on another core costs some 40 µs, so replicas that
-never meet all run on the caller's thread. With ``concurrent`` every replica has a thread and they run at once.
+never meet all run on the caller's thread. With ``concurrent`` the others' threads run at the same time as replica 0.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class Runner:
         self._name: Callable[[int], str] = str
         self._others: Sequence[_ReplicaThread] = ()  # those that a merge point of this run has started
         self._failure: BaseException | None = None
+        self._abandoned = False
         self._threads: list[_ReplicaThread] = []
         weakref.finalize(self, _end, self._threads).atexit = False
         #: The replica whose turn it is; autograd threads of accelerators have no context of their own.
@@ -150,9 +151,19 @@ class Runner:
         Raises:
             RuntimeError: the replicas reached different numbers or kinds of merge points.
         """
-        self._tasks, self._name, self._others, self._failure = tasks, name, (), None
+        self._tasks, self._name, self._others, self._failure, self._abandoned = tasks, name, (), None, False
         try:
-            return self._run_at_once() if self._concurrent else self._run_in_turns()
+            if self._concurrent:
+                self._start()
+                self._resume()
+            results = [self._turn_here(0)]
+            if not self._others:
+                return results + [self._turn_here(i) for i in range(1, self._num_replicas)]
+            self._wait_for_others()
+            waiting = [None if thread.done else thread.request for thread in self._others]
+            if any(waiting):
+                raise self._mismatch([None, *waiting])
+            return results + _take_results(self._others)
         except BaseException:
             self._abort(self._others)
             raise
@@ -172,33 +183,11 @@ class Runner:
         """End the threads."""
         _end(self._threads)
 
-    def _run_in_turns(self) -> list[Any]:
-        results = [self._turn_here(0)]
-        if not self._others:
-            return results + [self._turn_here(i) for i in range(1, self._num_replicas)]
-        self._round(self._others)
-        self._raise_first_error(self._others)
-        waiting = [None if thread.done else thread.request for thread in self._others]
-        if any(waiting):
-            raise self._mismatch([None, *waiting])
-        return results + _take_results(self._others)
-
-    def _run_at_once(self) -> list[Any]:
-        threads = self._others = self._start(range(self._num_replicas))
-        while True:
-            self._round(threads)
-            self._raise_first_error(threads)
-            if all(thread.done for thread in threads):
-                return _take_results(threads)
-            merged = self._merged([None if thread.done else thread.request for thread in threads])
-            for thread, value in zip(threads, merged, strict=True):
-                thread.merged = value
-
     def _turn_here(self, local_id: int) -> Any:
         """Run a replica on this thread to its end."""
         failed = True
         self._turns.starts(local_id)
-        self.current = local_id
+        self.current = None if self._concurrent else local_id
         try:
             result = contextvars.copy_context().run(self._tasks[local_id])
             failed = False
@@ -215,7 +204,7 @@ class Runner:
             self._turns.ends(local_id, failed=failed)
 
     def _merge_here(self, local_id: int, request: MergeRequest) -> Any:
-        """Let the others run up to their merge points, and merge; an error unwinds this replica first."""
+        """Wait until the others are at their merge points, and merge; an error unwinds this replica first."""
         if self._failure is not None:  # a `finally` of the user's, in a run that has failed
             raise _Aborted
         self.current = None
@@ -224,56 +213,69 @@ class Runner:
             if local_id > 0:  # the replicas before it have returned on this thread
                 raise self._mismatch([None] * local_id + [request])
             if not self._others:
-                self._others = self._start(range(1, self._num_replicas))
-            self._round(self._others)
-            self._raise_first_error(self._others)
+                self._start()
+            self._wait_for_others()
             merged = self._merged([request, *(None if thread.done else thread.request for thread in self._others)])
             for thread, value in zip(self._others, merged[1:], strict=True):
                 thread.merged = value
+            if self._concurrent:
+                self._resume()
         except BaseException as error:  # noqa: BLE001 - raised when the replica is unwound
             self._failure = error
             raise _Aborted from None
         finally:
             self._turns.starts(local_id)
-            self.current = local_id
+            self.current = None if self._concurrent else local_id
         return merged[0]
 
-    def _start(self, local_ids: range) -> Sequence[_ReplicaThread]:
-        """Give tasks to the replicas' threads."""
+    def _start(self) -> None:
+        """Give the other replicas' tasks to their threads."""
         if not self._threads:
-            self._threads += [_ReplicaThread(i) for i in local_ids]
+            self._threads += [_ReplicaThread(i) for i in range(1, self._num_replicas)]
         for thread in self._threads:
             thread.task = functools.partial(contextvars.copy_context().run, self._tasks[thread.local_id])
             thread.done, thread.aborted = False, False
             thread.result = thread.error = thread.request = None
-        return tuple(self._threads)
+        self._others = tuple(self._threads)
 
-    def _round(self, threads: Sequence[_ReplicaThread]) -> None:
-        """Let every thread run up to its next merge point or its end."""
-        if self._concurrent:
-            for thread in threads:
-                thread.resume()
-            for thread in threads:
-                thread.wait_paused()
-            return
-        for thread in threads:
-            self._turns.starts(thread.local_id)
-            self.current = thread.local_id
-            try:
-                thread.resume()
-                thread.wait_paused()
-            finally:
-                self.current = None
-                self._turns.ends(thread.local_id, failed=thread.error is not None)
-            if thread.error is not None:
-                return  # as tf: the replicas after a failed one are not started
+    def _resume(self) -> None:
+        for thread in self._others:
+            thread.resume()
 
-    def _raise_first_error(self, threads: Sequence[_ReplicaThread]) -> None:
-        for thread in threads:
+    def _wait_for_others(self) -> None:
+        """Wait until all others are at their next merge point or end, in turns after having let each go on.
+
+        Raises:
+            BaseException: the first error of one of them.
+        """
+        for thread in self._others:
+            if self._concurrent:
+                self._wait(thread)
+            else:
+                self._give_turn(thread)
+                if thread.error is not None:
+                    break  # as tf: the replicas after a failed one are not started
+        for thread in self._others:
             if thread.error is not None:
                 error, thread.error = thread.error, None
                 _note(error, self._name(thread.local_id))
                 raise error
+
+    def _give_turn(self, thread: _ReplicaThread) -> None:
+        self._turns.starts(thread.local_id)
+        self.current = thread.local_id
+        try:
+            thread.resume()
+            self._wait(thread)
+        finally:
+            self.current = None
+            self._turns.ends(thread.local_id, failed=thread.error is not None)
+
+    def _wait(self, thread: _ReplicaThread) -> None:
+        """Wait until a thread pauses; an interrupt meanwhile means that nobody will."""
+        self._abandoned = True
+        thread.wait_paused()
+        self._abandoned = False
 
     def _merged(self, requests: Sequence[MergeRequest | None]) -> Sequence[Any]:
         """Call the merge function on what all replicas bring; ``None`` stands for a replica that has returned."""
@@ -294,23 +296,38 @@ class Runner:
         )
 
     def _abort(self, threads: Sequence[_ReplicaThread]) -> None:
-        """Unwind the replicas that wait; after an interrupt leave the running ones to unwind by themselves."""
-        orderly = all(thread.paused for thread in threads)
+        """Unwind the other replicas; after an interrupt of the wait for them leave them to unwind by themselves."""
         for thread in threads:
             thread.aborted = True
-            thread.discarded = not orderly
+        interrupt = self._wait_for_running(threads)
+        orderly = all(thread.paused for thread in threads)
         for thread in threads:
-            if thread.done or not thread.paused:
-                continue
-            if thread.request is None:  # its turn never came
-                thread.task, thread.done = None, True
-                continue
-            while not thread.done:  # a `finally` of the user's may reach another merge point
-                thread.resume()
-                thread.wait_paused()
-            thread.error = None
+            thread.discarded = not orderly
+            if thread.paused:
+                _unwind(thread)
         if not orderly:
             self._threads.clear()
+        if interrupt is not None:
+            raise interrupt
+
+    def _wait_for_running(self, threads: Sequence[_ReplicaThread]) -> BaseException | None:
+        """Wait until no thread is running; return what interrupted that."""
+        try:
+            for thread in threads:
+                if not thread.paused and not self._abandoned:
+                    self._wait(thread)
+        except BaseException as error:  # noqa: BLE001 - raised when the others are unwound
+            return error
+        return None
+
+
+def _unwind(thread: _ReplicaThread) -> None:
+    if not thread.done and thread.request is None:  # its turn never came
+        thread.task, thread.done = None, True
+    while not thread.done:  # a `finally` of the user's may reach another merge point
+        thread.resume()
+        thread.wait_paused()
+    thread.result = thread.error = None
 
 
 def _end(threads: list[_ReplicaThread]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.gradients import optimizer_parameters
+from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.log import info_once
 from torchstrategy.replicas.marks import check_can_be_summed, is_marked, mark
 from torchstrategy.replicas.runner import MergeRequest

@@ -16,10 +16,12 @@ from torchstrategy.collectives.reductions import check_addable, check_joinable, 
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
+from torchstrategy.labels import label
 from torchstrategy.optimizer_hooks import prepare
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.adapters import trace_ends
-from torchstrategy.replicas.hosting import CallerModes, DirectHosting
+from torchstrategy.replicas.caller_modes import CallerModes
+from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner
 from torchstrategy.spmd.context import SpmdReplicaContext
@@ -104,7 +106,8 @@ class SpmdHosting(DirectHosting):
         self.metrics.begin()
         try:
             self._enter_state(trace)
-            results = self._call_groups(trace, fn, arguments, contexts)
+            with label("replica", "trace of", self.num_replicas):
+                results = self._call_groups(trace, fn, arguments, contexts)
             self.metrics.end(trace, failed=False)
             if self.num_replicas == 1:
                 return results[0]

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._device import DeviceContext
 
 from torchstrategy.context import current_replica_context
-from torchstrategy.gradients import optimizer_parameters
+from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.marks import mark_applied, unmark
 from torchstrategy.spmd.context import SpmdReplicaContext

@@ -50,8 +50,8 @@ class CentralStorageStrategy(Strategy):
         parameter_device: where parameters, buffers and the state of optimizers are; ``None`` means the compute device
             if there is only one replica in all, and the CPU otherwise.
         communication_options: how gradients travel between processes.
-        concurrent: run this process's replicas at the same time instead of in turns. Random numbers are then not
-            reproducible on CPU.
+        concurrent: run this process's replicas at the same time instead of in turns, each with its share
+            of torch's threads. Random numbers are then not reproducible on CPU.
         check_every: number of runs between two searches for diverging replicas.
 
     Raises:

@@ -31,8 +31,8 @@ class MirroredStrategy(Strategy):
         cross_device_ops: how the replicas of one process combine tensors; ``None`` means NCCL for GPUs and
             ``ReductionToOneDevice`` otherwise.
         communication_options: how gradients travel between processes.
-        concurrent: run this process's replicas at the same time instead of in turns. Random numbers are then not
-            reproducible on CPU.
+        concurrent: run this process's replicas at the same time instead of in turns, each with its share of torch's
+            threads. Random numbers are then not reproducible on CPU.
         check_every: number of runs between two searches for diverging replicas in one process.
 
     Raises:

@@ -39,8 +39,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             on its host where the launcher gives one, else all visible GPUs, else one CPU replica.
         cross_device_ops: how the replicas of one worker combine tensors; ``None`` means NCCL for GPUs and
             ``ReductionToOneDevice`` otherwise.
-        concurrent: run this worker's replicas at the same time instead of in turns. Random numbers are then not
-            reproducible on CPU.
+        concurrent: run this worker's replicas at the same time instead of in turns, each with its share
+            of torch's threads. Random numbers are then not reproducible on CPU.
         check_every: number of runs between two searches for diverging replicas.
 
     Raises:

@@ -20,15 +20,17 @@ from torch.optim import Optimizer
 
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.packing import pack, plan_buckets, unpack
+from torchstrategy.collectives.packing import in_format_of, memory_order
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.errors import DisagreementError, DivergenceError
-from torchstrategy.log import info_once, warn_once
+from torchstrategy.gradients.dense import DenseSums, sum_in_buckets
+from torchstrategy.gradients.early import EarlyReport, EarlySums
+from torchstrategy.log import warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
-from torchstrategy.replicas.marks import check_can_be_summed, is_marked, mark, was_edited
+from torchstrategy.replicas.marks import check_can_be_summed, is_marked, mark, own_mark, was_edited
 from torchstrategy.values import PerReplica
 
 __all__ = [
@@ -56,7 +58,7 @@ class GradientSum(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What one process has, as bit masks over parameters and buffers."""
+    """What one process has, as bit masks over parameters and buffers, and which sums it has compressed before."""
 
     plan: str
     dense: int
@@ -65,15 +67,18 @@ class _Record(NamedTuple):
     buffers: int
     weights: tuple[float, ...]
     step: int | None
+    low_rank: int = 0
+    early: EarlyReport | None = None
 
     def encode(self) -> list[Any]:
         masks = [f"{mask:x}" for mask in (self.dense, self.sparse, self.marked, self.buffers)]
-        return [self.plan, *masks, list(self.weights), self.step]
+        return [self.plan, *masks, list(self.weights), self.step, self.low_rank, self.early]
 
     @classmethod
     def decode(cls, row: Sequence[Any]) -> _Record:
         dense, sparse, marked, buffers = (int(mask, 16) for mask in row[1:5])
-        return cls(row[0], dense, sparse, marked, buffers, tuple(row[5]), row[6])
+        early = None if row[8] is None else EarlyReport(*row[8])
+        return cls(row[0], dense, sparse, marked, buffers, tuple(row[5]), row[6], row[7], early)
 
 
 class GradientSummer:
@@ -104,6 +109,10 @@ class GradientSummer:
         self._options = options
         self._buffers = buffers
         self._check_every = check_every
+        self._dense = DenseSums(placement, ops, workers, options)
+        self._early: EarlySums | None = None
+        if workers is not None and workers.early_device_types:
+            self._early = EarlySums(workers, options.bucket_bytes)
         self._plans: dict[tuple[Any, ...], str] = {}
         self._num_sums: Counter[str] = Counter()
         self._num_calls = 0
@@ -140,7 +149,9 @@ class GradientSummer:
         with torch.no_grad():
             todo = [k for k in range(len(columns)) if (dense | sparse) >> k & 1 and not marked >> k & 1]
             only_sparse = [k for k in todo if not dense >> k & 1]
-            self._sum_dense([columns[k] for k in todo if dense >> k & 1])
+            travelling = [k for k in todo if dense >> k & 1]
+            taken = self._take_early(columns, records, travelling)
+            self._sum_dense(columns, [k for k in travelling if k not in taken])
             for k in only_sparse:
                 self._sum_sparse(columns[k])
             self._sync_buffers([slot for k, slot in enumerate(slots) if changed >> k & 1], weights)
@@ -149,7 +160,14 @@ class GradientSummer:
         for k in todo:
             for parameter in columns[k]:
                 mark(parameter)
+        if self._early is not None and columns:
+            self._early.prepare(_early_reports(records), [k for k in travelling if not sparse >> k & 1])
         return [None] * len(parts)
+
+    def note_backward(self, parameter: Tensor) -> None:
+        """Take notice of a replica's backward pass that has added to a parameter's gradient."""
+        if self._early is not None:
+            self._early.note_backward(parameter)
 
     def sync_buffers(self) -> None:
         """Synchronise all changed buffers without gradients."""
@@ -192,11 +210,13 @@ class GradientSummer:
             changed |= is_changed << k
         plan = "" if self._workers is None else self._plan(columns)
         weights = tuple(float(part.had_examples) for part in parts)
-        return _Record(plan, dense, sparse, marked, changed, weights, parts[0].step)
+        low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state([column[0] for column in columns])
+        early = self._early.report(plan, [column[0] for column in columns]) if self._early and columns else None
+        return _Record(plan, dense, sparse, marked, changed, weights, parts[0].step, low_rank, early)
 
     def _plan(self, columns: Sequence[Sequence[Tensor]]) -> str:
-        """Return a hash of the parameters' shapes and dtypes."""
-        layout = tuple((tuple(column[0].shape), str(column[0].dtype)) for column in columns)
+        """Return a hash of the parameters' shapes, dtypes and memory formats."""
+        layout = tuple((tuple(p.shape), str(p.dtype), memory_order(p)) for p, *_ in columns)
         plan = self._plans.get(layout)
         if plan is None:
             plan = self._plans[layout] = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
@@ -208,8 +228,8 @@ class GradientSummer:
         operation = "the sum of gradients" if columns else "sync_buffers"
         records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
         if any(row.plan != record.plan for row in records):
-            layout = [[list(column[0].shape), str(column[0].dtype)] for column in columns]
-            self._workers.agree(operation, layout, "parameters (shapes and dtypes)")
+            layout = [[list(p.shape), str(p.dtype), *_format_name(p)] for p, *_ in columns]
+            self._workers.agree(operation, layout, "parameters (shapes, dtypes and memory formats)")
         if len({row.step for row in records} - {None}) > 1:
             raise DisagreementError(
                 "The ranks sum gradients of different batches of a dataset:\n"
@@ -217,6 +237,8 @@ class GradientSummer:
                 + "\nA rank has left out a batch, or read one more. Every rank must run its function on every element, "
                 "also where its share is empty."
             )
+        if self._dense.low_rank is not None and any(row.low_rank != record.low_rank for row in records):
+            self._dense.low_rank.forget([column[0] for column in columns])
         if columns:
             self._num_sums[record.plan] += 1
             count = self._num_sums[record.plan]
@@ -239,40 +261,30 @@ class GradientSummer:
                     "parameters in the same way: load weights on all ranks, not on the chief only."
                 )
 
-    def _sum_dense(self, columns: Sequence[Sequence[Tensor]]) -> None:
-        if not columns:
-            return
-        devices = self._placement.devices
-        rows = [[_dense_gradient(parameter) for parameter in column] for column in columns]
-        if len(devices) > 1:
-            pairs = [(PerReplica(row), devices) for row in rows]
-            rows = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
-        num_buckets = 0
-        if self._workers is not None:
-            firsts = [row[0] for row in rows]
-            buckets = plan_buckets(firsts, self._options.bucket_bytes)
-            num_buckets = len(buckets)
-            for index, total in self._sum_buckets(firsts, buckets):
-                rows[index] = [total] if len(devices) == 1 else list(self._ops.broadcast(total, devices).values)
-        for column, row in zip(columns, rows, strict=True):
-            for parameter, total in zip(column, row, strict=True):
-                parameter.grad = total.data  # with a version of its own: the parts of a bucket share one
-        self._announce(len(columns), num_buckets)
+    def _take_early(
+        self, columns: Sequence[Sequence[Tensor]], records: Sequence[_Record], indices: Sequence[int]
+    ) -> set[int]:
+        """Take the sums that have begun during ``backward``; return the positions of their parameters."""
+        if self._early is None or not columns:
+            return set()
+        sums = self._early.finish(_early_reports(records))
+        taken = sums.keys() & set(indices)
+        for k in taken:
+            parameter = columns[k][0]
+            parameter.grad = in_format_of(sums[k].data, parameter)
+        return taken
 
-    def _sum_buckets(self, tensors: Sequence[Tensor], buckets: Sequence[Sequence[int]]) -> list[tuple[int, Tensor]]:
-        if self._workers is None:
-            raise RuntimeError("Buckets travel between processes only.")
-        packed = [pack([tensors[i] for i in bucket]) for bucket in buckets]
-        waits = [self._workers.start_sum(flat, "the sum of gradients") for flat in packed]
-        results = []
-        for bucket, flat, wait in zip(buckets, packed, waits, strict=True):
-            wait()
-            parts = unpack(flat, [tensors[i] for i in bucket])
-            if flat.device.type == "xla":
-                # Each write to a view is traced as a write to the whole buffer, and to all other views of it.
-                parts = [part.clone() for part in parts]
-            results += list(zip(bucket, parts, strict=True))
-        return results
+    def _sum_dense(self, columns: Sequence[Sequence[Tensor]], indices: Sequence[int]) -> None:
+        if not indices:
+            return
+        chosen = [columns[k] for k in indices]
+        rows = [[_dense_gradient(parameter) for parameter in column] for column in chosen]
+        may_overwrite = [all(_is_ours(parameter) for parameter in column) for column in chosen]
+        sums = self._dense(indices, [column[0] for column in chosen], rows, may_overwrite)
+        for column, row in zip(chosen, sums, strict=True):
+            for parameter, total in zip(column, row, strict=True):
+                # `data` has a version of its own: the parts of a bucket share one.
+                parameter.grad = in_format_of(total.data, parameter)
 
     def _sum_sparse(self, column: Sequence[Tensor]) -> None:
         present = [parameter.grad for parameter in column if parameter.grad is not None]
@@ -299,21 +311,19 @@ class GradientSummer:
             parts = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
         if self._workers is not None:
             firsts = [part[0] for part in parts]
-            for index, total in self._sum_buckets(firsts, plan_buckets(firsts, self._options.bucket_bytes)):
-                parts[index] = [total] * len(placement.devices)
+            totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
+            parts = [[total] * len(placement.devices) for total in totals]
         for slot, totals in zip(slots, parts, strict=True):
             self._buffers.store(slot, totals)
 
-    def _announce(self, num_tensors: int, num_buckets: int) -> None:
-        implementation = type(self._ops).__name__ if len(self._placement.devices) > 1 else ""
-        packs = self._ops.num_packs or num_tensors if implementation else 0
-        if self._workers is not None:
-            implementation = " then ".join(filter(None, [implementation, self._workers.communication]))
-            packs = num_buckets
-        info_once(
-            f"Gradient all_reduce: {num_tensors} tensors, num_replicas = {self._placement.num_replicas}, "
-            f"implementation = {implementation}, num_packs = {packs}"
-        )
+
+def _format_name(parameter: Tensor) -> list[str]:
+    order = memory_order(parameter)
+    return [] if order is None else [f"axes {list(order)} in memory"]
+
+
+def _early_reports(records: Sequence[_Record]) -> list[EarlyReport]:
+    return [record.early for record in records if record.early is not None]
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -342,6 +352,11 @@ def _checksum(parameter: Tensor) -> Tensor:
 
 def _only_some_nan(values: Sequence[float]) -> bool:
     return len({math.isnan(value) for value in values}) > 1
+
+
+def _is_ours(parameter: Tensor) -> bool:
+    """Say whether ``_dense_gradient`` is a new tensor, or as ``backward`` made it: the program may keep other ones."""
+    return parameter.grad is None or parameter.grad.is_sparse or own_mark(parameter) is not None
 
 
 def _dense_gradient(parameter: Tensor) -> Tensor:

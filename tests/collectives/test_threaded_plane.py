@@ -1,0 +1,86 @@
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from torchstrategy.collectives.threaded_plane import ThreadedPlane
+
+
+def no_check():
+    pass
+
+
+class Plane:
+    """Adds 1 when the test says so; waits as planes do."""
+
+    route = "the test"
+
+    def __init__(self):
+        self.go_on = threading.Semaphore(0)
+        self.threads = []
+
+    def start_sum(self, tensor):
+        def wait(check):
+            check()
+            self.threads.append((threading.current_thread().name, torch.get_num_threads()))
+            while not self.go_on.acquire(timeout=0.01):
+                check()
+            if tensor.numel() == 0:
+                raise ConnectionError("the other rank is gone")
+            tensor.add_(1)
+
+        return wait
+
+
+def test_sums_go_on_in_a_thread_in_the_order_of_their_start():
+    plane = Plane()
+    threaded = ThreadedPlane(plane)
+    num_threads = torch.get_num_threads()
+    tensors = [torch.zeros(2), torch.ones(3)]
+    waits = [threaded.start_sum(tensor) for tensor in tensors]
+    plane.go_on.release(2)
+    waits[1](no_check)
+    waits[0](no_check)
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1], [2, 2, 2]]
+    assert plane.threads == [("torchstrategy-sums", 1)] * 2
+    assert torch.get_num_threads() == num_threads
+    assert threaded.route == "the test, during backward"
+
+
+def test_an_error_reaches_whoever_waits_and_ends_what_follows():
+    plane = Plane()
+    threaded = ThreadedPlane(plane)
+    waits = [threaded.start_sum(torch.zeros(size)) for size in (0, 2)]
+    plane.go_on.release(2)
+    with pytest.raises(ConnectionError, match="the other rank is gone"):
+        waits[0](no_check)
+    with pytest.raises(ConnectionError, match="was given up"):
+        waits[1](no_check)
+
+
+def test_a_wait_that_is_given_up_ends_the_sum():
+    plane = Plane()
+    threaded = ThreadedPlane(plane)
+    wait = threaded.start_sum(torch.zeros(2))
+
+    def fail():
+        raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError):
+        wait(fail)
+    with pytest.raises(ConnectionError, match="was given up"):
+        wait(no_check)
+
+
+def test_a_dropped_plane_ends_its_thread():
+    plane = Plane()
+    threaded = ThreadedPlane(plane)
+    threaded.start_sum(torch.zeros(2))
+    thread, reference = threaded._thread, weakref.ref(plane)
+    del threaded, plane
+    gc.collect()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert reference() is None

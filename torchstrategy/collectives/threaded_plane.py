@@ -1,0 +1,105 @@
+"""Sums that go on while the caller computes, over planes that work only when they are waited for."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from torchstrategy.collectives.connections import Check
+from torchstrategy.collectives.data_planes import SumPlane, Wait, outlive_program, route_of
+from torchstrategy.labels import label
+
+__all__ = ["ThreadedPlane"]
+
+_POLL_S = 0.5
+_END_S = 2.0
+
+_Job = tuple[Tensor, "Future[None]"]
+
+
+class ThreadedPlane:
+    """Carries out a plane's sums in a thread, in the order in which they are started.
+
+    The thread never decides by itself that a wait is over: whoever waits for a result does, and ends the thread. It
+    begins with the first sum, and ends when this object is dropped or the program ends.
+
+    Args:
+        plane: what moves the data; nobody else may use it while a sum has not been waited for.
+    """
+
+    def __init__(self, plane: SumPlane) -> None:
+        self._plane = plane
+        self.route = f"{route_of(plane)}, during backward"
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start_sum(self, tensor: Tensor) -> Wait:
+        """See ``SumPlane``."""
+        if self._thread is None:
+            self._begin()
+        result: Future[None] = Future()
+        self._jobs.put((tensor, result))
+        return functools.partial(self._wait, result)
+
+    def outlive_program(self) -> None:
+        """See ``C10dPlane``."""
+        outlive_program(self._plane)
+
+    def _begin(self) -> None:
+        is_ready = threading.Event()
+        arguments = (self._plane, self._jobs, self._ended, is_ready)
+        self._thread = threading.Thread(target=_work, args=arguments, name="torchstrategy-sums", daemon=True)
+        num_threads = torch.get_num_threads()
+        self._thread.start()
+        is_ready.wait()
+        torch.set_num_threads(num_threads)  # what the thread has set for itself would count for later threads, too
+        weakref.finalize(self, _end, self._jobs, self._ended, self._thread)
+
+    def _wait(self, result: Future[None], check: Check) -> None:
+        try:
+            while True:
+                check()
+                try:
+                    return result.result(_POLL_S)
+                except TimeoutError:
+                    if result.done():
+                        raise
+        except BaseException:
+            self._ended.set()  # what has not been summed never will be
+            raise
+
+
+def _work(plane: SumPlane, jobs: SimpleQueue[_Job | None], ended: threading.Event, is_ready: threading.Event) -> None:
+    torch.set_num_threads(1)  # the others compute meanwhile; and each thread would have a team of its own
+    is_ready.set()
+
+    def check() -> None:
+        if ended.is_set():
+            raise ConnectionError("a sum of gradients was given up")
+
+    while (job := jobs.get()) is not None:
+        tensor, result = job
+        try:
+            check()
+            with label("move", "in the background:", tensor.nbytes, "bytes by", route_of(plane)):
+                plane.start_sum(tensor)(check)
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            ended.set()
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+        del job, tensor, result  # the thread sleeps now, and must not keep the memory
+
+
+def _end(jobs: SimpleQueue[_Job | None], ended: threading.Event, thread: threading.Thread) -> None:
+    ended.set()
+    jobs.put(None)
+    if thread is not threading.current_thread():  # the garbage collector runs in any thread
+        thread.join(_END_S)

@@ -1,0 +1,1 @@
+"""How the gradients of all replicas become their sum, and buffers their average."""

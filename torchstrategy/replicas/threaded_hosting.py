@@ -1,0 +1,291 @@
+"""Several replicas in this process, each with copies of the recorded objects and a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.context import Frame, pop_frame, push_frame
+from torchstrategy.devices import Placement
+from torchstrategy.labels import label
+from torchstrategy.replicas.adapters import first_run_modes
+from torchstrategy.replicas.caller_modes import CallerModes, on_device, refuse_modes
+from torchstrategy.replicas.clone import ReplicaSet, Slot
+from torchstrategy.replicas.divergence import DivergenceCheck
+from torchstrategy.replicas.hosting import Hosting, take_initial_values, take_new
+from torchstrategy.replicas.random import RandomStreams
+from torchstrategy.replicas.record import Record
+from torchstrategy.replicas.runner import MergeRequest, Runner, Turns
+
+__all__ = ["ThreadedHosting"]
+
+#: From how many bytes of one replica's parameters on it pays to sum gradients with the threads of all cores, while the
+#: replicas wait: threads of OpenMP go on looking for work for milliseconds, during which the replicas lack these cores.
+_BYTES_FOR_ALL_CORES = 32 << 20
+
+
+class ThreadedHosting(Hosting):
+    """Several replicas in this process, each with copies of the recorded objects and a thread of its own.
+
+    Args:
+        strategy: the strategy.
+        placement: where its replicas are.
+        workers: the processes; ``None`` if there is only this one.
+        record: what the strategy's scopes recorded.
+        prepare: called once with each replica's copy of an object that is not a module.
+        concurrent: run the replicas at the same time instead of in turns.
+        check_every: number of runs between two checks for divergence.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        placement: Placement,
+        workers: WorkerGroup | None,
+        record: Record,
+        prepare: Callable[[Any], None],
+        *,
+        concurrent: bool,
+        check_every: int,
+    ) -> None:
+        self._strategy = strategy
+        self._placement = placement
+        self._workers = workers
+        self._record = record
+        self._concurrent = concurrent
+        self._set = ReplicaSet(strategy, placement.devices, record, prepare, self.running)
+        self._streams = RandomStreams(placement.local_replica_ids, placement.devices)
+        self._cores = _Cores(len(placement.devices))
+        self._check = DivergenceCheck(check_every, self._name)
+        self._runners: list[Runner] = []
+        self._depth = 0
+        self._modes: Callable[[], contextlib.AbstractContextManager[None]] = first_run_modes
+        self._lock = threading.RLock()
+        self.visits = None
+
+    @override
+    def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("Another thread is inside `run` of this strategy. Call `run` from one thread at a time.")
+        try:
+            refuse_modes()
+            carry = CallerModes()
+            modes, self._modes = self._modes, contextlib.nullcontext
+            tasks = [
+                functools.partial(self._call, frame, device, carry, modes, fn, args, kwargs)
+                for frame, device, (args, kwargs) in zip(frames, self._placement.devices, calls, strict=True)
+            ]
+            return self._run_tasks(tasks)
+        finally:
+            self._lock.release()
+
+    @override
+    def meet(self, local_id: int, request: MergeRequest) -> Any:
+        if request.kind == "merge_call":
+            request = request._replace(fn=functools.partial(self._call_from_outside, request.fn))
+        with label("meet", request.kind):
+            return self._runners[self._depth - 1].merge(local_id, request)
+
+    @override
+    def adopt_new(self) -> None:
+        if not self._record.has_new:
+            return
+        new = take_new(self._record, self._workers)
+        try:
+            if self._workers is not None:
+                take_initial_values(new, self._workers)
+            self._streams.hold(new)
+            self._set.adopt(new)
+            parameters = [dicts[0].get(name) for dicts, name in self._set.slots()]
+            num_bytes = sum(p.numel() * p.element_size() for p in parameters if isinstance(p, torch.nn.Parameter))
+            self._cores.are_used_by_merges = num_bytes >= _BYTES_FOR_ALL_CORES
+        except BaseException:
+            for obj in new:
+                self._record.put_back(obj)
+            raise
+
+    @override
+    def leave_scope(self) -> None:
+        pass  # until the first run there is one object in this process
+
+    @override
+    def slots(self) -> list[Slot]:
+        return self._set.slots()
+
+    @override
+    def counterpart(self, local_id: int, obj: Any) -> Any:
+        return self._set.counterpart(local_id, obj)
+
+    @override
+    def original(self, obj: Any) -> Any:
+        return self._set.original(obj)
+
+    def running(self) -> int | None:
+        """Return the local id of the replica that a thread without a context works for, or ``None``."""
+        if not self._depth:
+            return None
+        if self._concurrent:  # autograd has a thread for each accelerator
+            return _on_current_gpu(self._placement.devices)
+        return self._runners[self._depth - 1].current
+
+    def _run_tasks(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        outermost = self._depth == 0
+        if len(self._runners) == self._depth:
+            turns: Turns = self._cores if self._concurrent else _Turns(self._streams, self._check)
+            self._runners.append(Runner(len(tasks), turns, self._call_merge, concurrent=self._concurrent))
+        runner = self._runners[self._depth]
+        num_threads = self._cores.num_threads = torch.get_num_threads()
+        self._before_functions()
+        if outermost:
+            self._check.begin(self._set.slots)
+        self._begin_streams(outermost=outermost)
+        self._depth += 1
+        try:
+            results = runner.run(tasks, self._name)
+            if outermost and self._check.active:
+                self._check.end()
+        finally:
+            self._depth -= 1
+            self._after_functions()
+            self._end_streams(outermost=outermost)
+            if self._concurrent:
+                self._cores.num_threads = num_threads
+                torch.set_num_threads(num_threads)
+            if outermost:
+                self._check.forget()
+        return results
+
+    def _begin_streams(self, *, outermost: bool) -> None:
+        """Take the random streams from the program, or from the merge function that calls ``run``."""
+        if outermost:
+            self._streams.seed_accelerators()
+        if self._concurrent:  # replicas that run at the same time share the generator
+            return
+        if outermost:
+            self._streams.begin()
+        else:
+            self._streams.leave(0)
+
+    def _end_streams(self, *, outermost: bool) -> None:
+        """Give them back."""
+        if self._concurrent:
+            return
+        if outermost:
+            self._streams.end()
+        else:
+            self._streams.enter(0)
+
+    def _call_merge(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
+        frame = Frame(self._strategy, None)
+        push_frame(frame)
+        try:
+            with label("merge"):
+                return fn(payloads)
+        finally:
+            pop_frame(frame)
+
+    def _call_from_outside(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
+        """Call the user's merge function, which acts on replica 0 for all replicas and draws from its stream."""
+        self._after_functions()
+        if self._concurrent:  # on replica 0's thread
+            torch.set_num_threads(self._cores.num_threads)
+            results = fn(payloads)
+            torch.set_num_threads(_share(self._cores.num_threads, len(payloads)))
+        else:
+            self._streams.enter(0)
+            results = fn(payloads)
+            self._streams.leave(0)
+        self._before_functions()
+        return results
+
+    def _before_functions(self) -> None:
+        self._set.before_run()
+        if self.visits is not None:
+            self.visits.arrive()
+
+    def _after_functions(self) -> None:
+        if self.visits is not None:
+            self.visits.depart()
+        self._set.after_run()
+
+    def _call(
+        self,
+        frame: Frame,
+        device: torch.device,
+        carry: CallerModes,
+        modes: Callable[[], contextlib.AbstractContextManager[None]],
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        push_frame(frame)
+        try:
+            share = _share(carry.num_threads, len(self._placement.devices)) if self._concurrent else carry.num_threads
+            if torch.get_num_threads() != share:
+                torch.set_num_threads(share)
+            with carry.entered(), on_device(device), modes(), label("replica", frame.replica_context._replica_id):
+                return fn(*args, **kwargs)
+        finally:
+            pop_frame(frame)
+
+    def _name(self, local_id: int) -> str:
+        return f"replica {self._placement.first_replica + local_id} on {self._placement.devices[local_id]}"
+
+
+class _Turns:
+    """Switches the random stream, and looks for writes to other replicas' tensors."""
+
+    def __init__(self, streams: RandomStreams, check: DivergenceCheck) -> None:
+        self._streams = streams
+        self._check = check
+
+    def starts(self, local_id: int) -> None:
+        self._check.turn_starts()
+        self._streams.enter(local_id)
+
+    def ends(self, local_id: int, *, failed: bool) -> None:
+        self._streams.leave(local_id)
+        if not failed:  # the replica's own error says more
+            self._check.turn_ends(local_id)
+
+
+class _Cores:
+    """Divides the cores between replicas that run at once.
+
+    Args:
+        num_replicas: of this process.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        #: How many threads the caller of ``run`` has for operators.
+        self.num_threads = 1
+        #: Whether the caller's thread has them where the replicas meet, too, and not only its share as a replica.
+        self.are_used_by_merges = False
+
+    def starts(self, local_id: int) -> None:  # noqa: ARG002 - replica 0, on the caller's thread
+        torch.set_num_threads(_share(self.num_threads, self._num_replicas))
+
+    def ends(self, local_id: int, *, failed: bool) -> None:  # noqa: ARG002
+        if self.are_used_by_merges:
+            torch.set_num_threads(self.num_threads)
+
+
+def _share(num_threads: int, num_replicas: int) -> int:
+    """Return how many threads each of the replicas has that run at once."""
+    return max(1, num_threads // num_replicas)
+
+
+def _on_current_gpu(devices: Sequence[torch.device]) -> int | None:
+    """Return which replica's GPU is this thread's; autograd has a thread for each."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    here = torch.device("cuda", torch.cuda.current_device())
+    return devices.index(here) if here in devices else None
