@@ -454,3 +454,4 @@ class TestUnevenEnds:
         (note,) = [note for note in error.__notes__ if "split into" in note]
         assert f"shares of {shares}" in note
         assert "choose another batch size" in note
+        assert "ts.nn.SyncBatchNorm" in note

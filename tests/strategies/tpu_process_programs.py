@@ -103,11 +103,11 @@ def batches_of(strategy: ts.Strategy, num_examples: int, batch_size: int) -> Any
 
 
 def everything(strategy: ts.Strategy, folder: str) -> dict[str, Any]:
-    """Batch normalisation, metrics, collectives of the user's, and a checkpoint."""
+    """Batch normalisation of a share and of the batch, metrics, collectives of the user's, and a checkpoint."""
     with strategy.scope():
         torch.manual_seed(1)
-        layers = [nn.Linear(5, 4, dtype=DOUBLE), nn.BatchNorm1d(4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)]
-        model = nn.Sequential(*layers)
+        norms = [nn.BatchNorm1d(4, dtype=DOUBLE), ts.nn.SyncBatchNorm(4, dtype=DOUBLE)]
+        model = nn.Sequential(nn.Linear(5, 4, dtype=DOUBLE), *norms, nn.Linear(4, 3, dtype=DOUBLE))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         accuracy = MulticlassAccuracy(3)
         mean = ts.metrics.Mean()

@@ -112,6 +112,11 @@ def batch_norm():
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
 
 
+def sync_batch_norm():
+    kinds = [ts.nn.SyncBatchNorm(3), ts.nn.SyncBatchNorm(3, momentum=None), nn.SyncBatchNorm(3, affine=False)]
+    return nn.Sequential(nn.Conv2d(1, 3, 3), *kinds, nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
+
+
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -130,7 +135,7 @@ def mlp():
 def batches(make_model, sizes, dtype=torch.float32):
     """Return batches that fit to a model."""
     generator = torch.Generator().manual_seed(1)
-    shape = {conv: (1, 6, 6), batch_norm: (1, 6, 6)}.get(make_model, (4,))
+    shape = {conv: (1, 6, 6), batch_norm: (1, 6, 6), sync_batch_norm: (1, 6, 6)}.get(make_model, (4,))
     made = []
     for size in sizes:
         if make_model is Transformer:

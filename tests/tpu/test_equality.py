@@ -8,13 +8,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy as ts
-from tests.tpu.programs import Transformer, batch_norm, batches, check_same, conv, mlp, on_devices, plain, sgd, train
+from tests.tpu.programs import (
+    Transformer,
+    batch_norm,
+    batches,
+    check_same,
+    conv,
+    mlp,
+    on_devices,
+    plain,
+    sgd,
+    sync_batch_norm,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-@pytest.mark.parametrize("make_model", [conv, batch_norm, Transformer])
+@pytest.mark.parametrize("make_model", [conv, batch_norm, sync_batch_norm, Transformer])
 def test_training_equals_replicas_on_cpu(xla_process, make_model, num_devices):
     # 20 steps, two epochs of which end with a partial batch; one replica gets less than the others, or nothing
     epoch = [4 * num_devices] * 9 + [2 * num_devices + 1]

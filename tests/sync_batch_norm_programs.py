@@ -1,0 +1,149 @@
+"""What the tests of SyncBatchNorm run with one replica, several in a process, and several processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchstrategy as ts
+from tests.programs import strategy_for
+
+DOUBLE = torch.float64
+
+
+def dense_net(**norm):
+    return nn.Sequential(
+        nn.Linear(3, 4, dtype=DOUBLE),
+        nn.BatchNorm1d(4, dtype=DOUBLE, **norm),
+        nn.Tanh(),
+        nn.Linear(4, 2, dtype=DOUBLE),
+    )
+
+
+def conv_net(**norm):
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, dtype=DOUBLE),
+        nn.BatchNorm2d(4, dtype=DOUBLE, **norm),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3, dtype=DOUBLE),
+        nn.BatchNorm2d(3, dtype=DOUBLE, **norm),
+        nn.Flatten(),
+        nn.Linear(12, 2, dtype=DOUBLE),
+    )
+
+
+class Checkpointed(nn.Sequential):
+    """Computes its layers again in the backward pass."""
+
+    use_reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=self.use_reentrant)
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True
+
+
+NETS = {"dense": (dense_net, (3,)), "conv": (conv_net, (2, 6, 6))}
+NORMS = {
+    "plain": {},
+    "cumulative": {"momentum": None},
+    "no running statistics": {"track_running_stats": False},
+    "not affine": {"affine": False},
+}
+
+
+def synchronised(model, layer=ts.nn.SyncBatchNorm):
+    return layer.convert_sync_batchnorm(model)
+
+
+def train(
+    devices: list[str] | None,
+    net: str = "dense",
+    norm: str = "plain",
+    layer: type = ts.nn.SyncBatchNorm,
+    wrapper: type = nn.Sequential,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> dict[str, Tensor]:
+    """Train on batches of 5, with a last one of 2; return state, losses and what evaluation gives.
+
+    With devices ``[]``, which means no distribution, batch norms stay plain.
+    """
+    torch.manual_seed(3)
+    strategy = strategy_for(devices)
+    build, shape = NETS[net]
+    x, y = torch.randn(12, *shape, dtype=DOUBLE), torch.randint(2, (12,))
+    if memory_format is torch.channels_last:
+        x = x.to(memory_format=memory_format)
+    with strategy.scope():
+        model = build(**NORMS[norm])
+        if devices != []:
+            model = synchronised(model, layer)
+        model = wrapper(model).to(memory_format=memory_format)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    dataset = strategy.experimental_distribute_dataset((x, y), batch_size=5)
+
+    def step(batch):
+        images, labels = batch
+        optimizer.zero_grad()
+        per_example = nn.functional.cross_entropy(model(images), labels, reduction="none")
+        loss = ts.nn.compute_average_loss(per_example, global_batch_size="actual")
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def evaluate(batch):
+        with torch.no_grad():
+            return model(batch[0])
+
+    losses = [strategy.reduce("SUM", strategy.run(step, args=(batch,))) for _ in range(2) for batch in dataset]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    outputs = [strategy.gather(strategy.run(evaluate, args=(batch,)), axis=0) for batch in dataset]
+    return {**state, "losses": torch.stack(losses), "outputs": torch.cat(outputs)}
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    assert list(first) == list(second)
+    return max(float((first[name] - second[name]).abs().max()) for name in first if first[name].numel())
+
+
+def gradient_penalty(devices: list[str] | None) -> list[Tensor]:
+    """Differentiate gradients through a batch norm; return all parameters' gradients."""
+    torch.manual_seed(3)
+    strategy = strategy_for(devices)
+    with strategy.scope():
+        model = dense_net()
+        if devices != []:
+            model = synchronised(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 3, dtype=DOUBLE)
+    (batch,) = strategy.experimental_distribute_dataset(x, batch_size=5)
+
+    def step(x):
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        optimizer.step()
+        return [parameter.grad for parameter in model.parameters()]
+
+    return list(strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0])
+
+
+def fit(devices: list[str] | None) -> dict[str, Tensor]:
+    """Fit and evaluate on batches of 5, with a last one of 2."""
+    torch.manual_seed(3)
+    strategy = strategy_for(devices)
+    x, y = torch.randn(12, 3, dtype=DOUBLE), torch.randint(2, (12,))
+    with strategy.scope():
+        module = dense_net()
+        if devices != []:
+            module = synchronised(module)
+        model = ts.Model(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model.compile(optimizer, torch.nn.CrossEntropyLoss())
+    history = model.fit(x, y, batch_size=5, epochs=3, shuffle=False, verbose=0)
+    results = [*history.history["loss"], model.evaluate(x, y, batch_size=5, verbose=0)]
+    return {**module.state_dict(), "losses": torch.tensor(results, dtype=DOUBLE)}
