@@ -7,12 +7,13 @@ PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
 XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
 
-.PHONY: help demo test test-slow test-tpu lint format types docs notebooks build clean
+.PHONY: help demo test test-slow test-gpu test-tpu lint format types docs notebooks build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
 	@echo "make test       run the tests (not the slow ones) in two processes"
 	@echo "make test-slow  run the slow tests"
+	@echo "make test-gpu   run the tests that need a GPU, where there is one"
 	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
@@ -29,6 +30,11 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(RUN) -m pytest -n 2 -m slow
+
+test-gpu: $(VENV)/.dev
+	@count=$$($(RUN) -c 'import torch; print(torch.cuda.device_count())') && \
+	if [ "$$count" = 0 ]; then echo "There is no GPU here, so the tests marked gpu were not run."; \
+	else $(RUN) -m pytest -m gpu; fi
 
 test-tpu: $(XLA_VENV)/.dev
 	$(XLA_RUN) -m pytest -n 2 -m "not slow" tests/tpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -133,3 +134,11 @@ def largest_difference(first: list[list[float]], second: list[list[float]]) -> f
 
 def cpu_devices(count: int) -> list[str]:
     return [f"cpu:{i}" for i in range(count)]
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, note: object = "") -> None:
+    """Compare named tensors; ``note`` is added to the message."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        text = functools.partial("{0} differs: {2}\n{1}".format, name, note)
+        torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=text)

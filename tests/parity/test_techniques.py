@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.parity.techniques.registry import data, load_programs, loss_of, run_program
-from tests.programs import cpu_devices, strategy_for
+from tests.programs import assert_equal, cpu_devices, strategy_for
 
 PROGRAMS = load_programs()
 pytestmark = [  # torch's own, in LBFGS and Adagrad
@@ -27,12 +27,6 @@ def one_replica():
         return results[name]
 
     return get
-
-
-def assert_equal(actual, expected, tolerance):
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(actual[key], value, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")  # noqa: B023
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
