@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -22,11 +21,13 @@ from typing import Any
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import numpy as np
+import profiles
 import torch
-from benchmark import bootstrap_median_ratio, launch
+from comparisons import bootstrap_median_ratio
 from fit_turns import make_loader, make_model
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from peers import Peer, launch
 from torch import Tensor, distributed, nn
 
 import torchstrategy as ts
@@ -61,7 +62,11 @@ def main(config: DictConfig) -> None:
     print(f"\n{'fit over a loop by hand':38}{'fit, ms/step':>14}{'loop':>9}{'plain':>9}{'overhead':>11}  95 % interval")
     for layout in config.layouts:
         starts = [
-            launch(2 if layout == "2 processes" else 1, time_overhead, {**options, "layout": layout, "number": number})
+            launch(
+                2 if layout == "2 processes" else 1,
+                time_overhead,
+                {**options, "layout": layout, "number": number, "folder": str(run_path.absolute())},
+            )
             for number in range(options["starts"])
         ]
         for model in config.models:
@@ -97,7 +102,7 @@ def time_overhead(options: dict[str, Any]) -> dict[str, Seconds]:
     found = {}
     for model in options["models"]:
         case = {**options, "model": model, "batch_size": options["batch_size"] * LAYOUTS[layout]}
-        makers: dict[str, Callable[[], Callable[[], object]]] = {
+        makers: dict[str, Callable[[], Callable[..., object]]] = {
             FIT: functools.partial(fit_epoch, strategy, case),
             LOOP: functools.partial(loop_epoch, strategy, case),
         }
@@ -107,6 +112,10 @@ def time_overhead(options: dict[str, Any]) -> dict[str, Seconds]:
         order = list(makers) if options["number"] % 2 else list(reversed(makers))
         sides = {name: makers[name]() for name in order}
         found[model] = take_turns(sides, options["pairs"], wait)
+        if options["profile"] and options["number"] == 0:  # apart from what is timed
+            folder = Path(options["folder"]) / f"{model}_{layout}".replace(" ", "_")
+            profile = profiles.Profile(OmegaConf.create(options), folder, strategy)
+            sides[FIT](callbacks=[profiles.ProfileCallback(profile)])
     if layout == "2 processes":
         distributed.destroy_process_group()
     return found
@@ -125,24 +134,24 @@ def take_turns(sides: dict[str, Callable[[], object]], pairs: int, wait: Callabl
     return seconds
 
 
-def fit_epoch(strategy: ts.Strategy, case: dict[str, Any]) -> Callable[[], object]:
-    """Return a call of `fit` for one epoch, all that belongs to a call included."""
+def fit_epoch(strategy: ts.Strategy, case: dict[str, Any]) -> Callable[..., object]:
+    """Return a call of `fit` for one epoch, all that belongs to a call included; it may be given callbacks."""
     with strategy.scope():
         model = ts.Model(make_model(case))
     model.compile(
-        torch.optim.Adam(model.parameters(), lr=case["learning_rate"]),
+        torch.optim.Adam(model.parameters(), lr=case["optimizer"]["lr"]),
         nn.CrossEntropyLoss(),
         metrics=["accuracy"],
     )
     loader = make_loader(case)
-    return lambda: model.fit(loader, epochs=1, verbose=0)
+    return lambda callbacks=(): model.fit(loader, epochs=1, verbose=0, callbacks=list(callbacks))
 
 
 def loop_epoch(strategy: ts.Strategy, case: dict[str, Any]) -> Callable[[], object]:
     """Return the leanest loop that tells the same: exact mean loss and accuracy of the epoch."""
     with strategy.scope():
         model = make_model(case)
-        optimizer = torch.optim.Adam(model.parameters(), lr=case["learning_rate"])
+        optimizer = torch.optim.Adam(model.parameters(), lr=case["optimizer"]["lr"])
         mean_loss = ts.metrics.Mean()
         accuracy = ts.metrics.SparseCategoricalAccuracy()
     dataset = strategy.experimental_distribute_dataset(make_loader(case))
@@ -169,7 +178,7 @@ def loop_epoch(strategy: ts.Strategy, case: dict[str, Any]) -> Callable[[], obje
 def plain_epoch(case: dict[str, Any]) -> Callable[[], object]:
     """Return the same in PyTorch's own words."""
     model = make_model(case)
-    optimizer = torch.optim.Adam(model.parameters(), lr=case["learning_rate"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=case["optimizer"]["lr"])
     loader = make_loader(case)
 
     def epoch() -> dict[str, float]:
@@ -188,59 +197,6 @@ def plain_epoch(case: dict[str, Any]) -> Callable[[], object]:
     return epoch
 
 
-class Peer:
-    """A program that trains one epoch whenever it is asked to.
-
-    Args:
-        python: of the environment that has its framework.
-        program: its file.
-        options: what it is started with.
-        log_path: the file for what it says on stderr.
-    """
-
-    def __init__(self, python: str, program: str, options: dict[str, Any], log_path: Path) -> None:
-        self.name = program
-        self._log_path = log_path
-        threads = str(options["threads"])
-        command = [python, str(Path(__file__).with_name(program)), json.dumps(options)]
-        environ = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        try:
-            with log_path.open("w") as log:
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ, text=True
-                )
-        except OSError as error:
-            raise RuntimeError(f"{python} can't be started: {error}") from error
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def read(self) -> Any:
-        """Return the next line of JSON that it prints.
-
-        Raises:
-            RuntimeError: it ended.
-        """
-        for line in self._process.stdout:
-            if line.startswith(("{", '"')):
-                return json.loads(line)
-        self._process.wait()
-        raise RuntimeError(f"{self.name} failed with {self._process.args[0]}:\n{self._log_path.read_text()[-3000:]}")
-
-    def train(self) -> dict[str, float]:
-        """Let it train an epoch; return the seconds and the loss."""
-        try:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `read` says why
-        return self.read()
-
-
 def time_peers(pythons: dict[str, str | None], options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return version, seconds and losses of the epochs of each side that there is a Python for."""
     with ExitStack() as stack:
@@ -252,7 +208,7 @@ def time_peers(pythons: dict[str, str | None], options: dict[str, Any], folder: 
         found = {side: {"version": peer.read(), "seconds": [], "loss": []} for side, peer in peers.items()}
         for pair in range(-1, options["pairs"]):  # pair -1 is the warm-up
             for side in peers if pair % 2 else reversed(peers):
-                epoch = peers[side].train()
+                epoch = peers[side].ask()
                 found[side]["loss"].append(epoch["loss"])
                 if pair >= 0:
                     found[side]["seconds"].append(epoch["seconds"])

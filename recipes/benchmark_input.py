@@ -18,7 +18,7 @@ import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import matplotlib as mpl
 import numpy as np
 import torch
-from benchmark import bootstrap_median_ratio
+from comparisons import bootstrap_median_ratio
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
+import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig
+from limits import repeat, time_copy, time_there_and_back
 from models import conv_net
 from omegaconf import DictConfig, OmegaConf
 from parameter_server_times import random_batch
@@ -42,6 +40,7 @@ Figures = dict[str, list[float]]
 def main(config: DictConfig) -> None:
     """Time every side in each round; print medians and write all figures to results.json."""
     work = OmegaConf.to_container(config.work)
+    run_path = Path(HydraConfig.get().runtime.output_dir).absolute()
     pythons = {OURS: sys.executable} | ({TENSORFLOW: config.tensorflow} if config.tensorflow else {})
     runs = [(side, workers) for workers in config.workers for side in pythons]
     limits: list[Figures] = []
@@ -49,13 +48,17 @@ def main(config: DictConfig) -> None:
     for number in range(config.rounds):
         limits.append(time_limits(work))
         for side, workers in runs if number % 2 else reversed(runs):
-            options = {**work, "ps": config.ps, "workers": workers}
+            options = {**work, "ps": config.ps, "workers": workers, "profile": False}
             figures[side, workers].append(run_script(pythons[side], SCRIPTS[side], options))
     print_table(work, config.ps, limits, figures)
+    if config.profile:  # apart from what is timed
+        options = {**work, "ps": config.ps, "workers": max(config.workers), "profile": True, "folder": str(run_path)}
+        run_script(pythons[OURS], SCRIPTS[OURS], {**options, "profile_steps": dict(config.profile_steps)})
+        profiles.tell_of_workers(run_path)
     if not config.tensorflow:
         print("TensorFlow's ParameterServerStrategy: not run; tensorflow=/path/to/python names one that has it.")
     results = {"limits": limits, **{f"{side}, {n} workers": rounds for (side, n), rounds in figures.items()}}
-    path = Path(HydraConfig.get().runtime.output_dir) / "results.json"
+    path = run_path / "results.json"
     path.write_text(json.dumps({"work": work, "ps": config.ps, "rounds": results}, indent=1))
     print(f"Wrote {path}")
 
@@ -79,51 +82,11 @@ def run_script(python: str, name: str, options: dict[str, Any]) -> Figures:
 def time_limits(work: dict[str, Any]) -> Figures:
     """Time what nothing over these sockets and this memory can go below: in milliseconds, except for a rate."""
     num_bytes = {"1": 1, "dense": 4 * work["floats"], "rows": 4 * work["rows"] * work["table"][1]}
-    source, target = torch.ones(work["floats"]), torch.ones(work["floats"])
-    times = {"copy_dense_ms": repeat(lambda: target.copy_(source), 10)}
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    echo = context.Process(target=echo_bytes, args=(theirs, list(num_bytes.values())), daemon=True)
-    echo.start()
-    theirs.close()  # so that waiting for its port ends if it fails
-    with socket.create_connection(("127.0.0.1", ours.recv())) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, size in num_bytes.items():
-            data = memoryview(bytearray(size))
-            times[f"there_and_back_{name}_ms"] = repeat(lambda data=data: send_and_receive(connection, data), ECHOES)
-    echo.join()
+    times = {"copy_dense_ms": time_copy(work["floats"])}
+    for name, milliseconds in zip(num_bytes, time_there_and_back(list(num_bytes.values())), strict=True):
+        times[f"there_and_back_{name}_ms"] = milliseconds
     times["plain_train_rate"] = [1000 / ms for ms in repeat(plain_step(work["batch_size"]), work["train_steps"])]
     return times
-
-
-ECHOES = 15
-
-
-def echo_bytes(parent: Connection, sizes: Sequence[int]) -> None:
-    """Send back what comes, in a process of its own; each size as often as ``repeat`` calls a function."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        parent.send(server.getsockname()[1])
-        connection, _ = server.accept()
-        with connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for size in sizes:
-                data = memoryview(bytearray(size))
-                for _ in range(ECHOES + 2):
-                    receive(connection, data)
-                    connection.sendall(data)
-
-
-def send_and_receive(connection: socket.socket, data: memoryview) -> None:
-    """Send bytes and wait until as many have come back."""
-    connection.sendall(data)
-    receive(connection, data)
-
-
-def receive(connection: socket.socket, data: memoryview) -> None:
-    """Fill memory from a connection."""
-    filled = 0
-    while filled < len(data):
-        filled += connection.recv_into(data[filled:])
 
 
 def plain_step(batch_size: int) -> Callable[[], object]:
@@ -138,17 +101,6 @@ def plain_step(batch_size: int) -> Callable[[], object]:
         optimizer.step()
 
     return step
-
-
-def repeat(function: Callable[[], object], count: int) -> list[float]:
-    """Return the milliseconds of each call, after two to warm up."""
-    times = []
-    for number in range(-2, count):
-        started = time.perf_counter()
-        function()
-        if number >= 0:
-            times.append(1000 * (time.perf_counter() - started))
-    return times
 
 
 def print_table(

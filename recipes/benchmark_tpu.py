@@ -16,10 +16,10 @@ from typing import Any
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import numpy as np
-from benchmark import bootstrap_median_ratio
-from benchmark_fit import Peer
+from comparisons import bootstrap_median_ratio
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from peers import Peer
 
 TITLES = {"plain": "torch_xla by hand", "loop": "TPUStrategy, loop", "fit": "TPUStrategy, fit"}
 Start = dict[str, dict[str, Any]]
@@ -62,11 +62,11 @@ def time_sides(options: dict[str, Any], folder: Path) -> Start:
             )
             for side in TITLES
         }
-        found: Start = {side: {"version": peer.read(), "first": peer.train()} for side, peer in peers.items()}
+        found: Start = {side: {"version": peer.read(), "first": peer.ask()} for side, peer in peers.items()}
         blocks: dict[str, list[dict[str, float]]] = {side: [] for side in peers}
         for pair in range(options["pairs"]):
             for side in peers if pair % 2 else reversed(peers):
-                blocks[side].append(peers[side].train())
+                blocks[side].append(peers[side].ask())
     for side, own in blocks.items():
         found[side] |= {name: [block[name] for block in own] for name in own[0]}
     return found

@@ -1,39 +1,45 @@
-"""What collectives between processes of one host cost, over each way that data can take, in turns in one run."""
+"""What collectives and records between processes of one host cost, over each way that data can take, in turns."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
-from omegaconf import DictConfig
+from step_times import make_work
 from torch import distributed
+from training_steps import ours
 
 import torchstrategy as ts
 
 GLOO, MESSAGE, SHARED, USERS = "gloo", "message", "shared memory", "a user's all_reduce"
 
 
-def time_collectives(config: DictConfig) -> dict[str, dict[int, list[float]]]:
-    """Return, by way and number of float32, the seconds of each all-reduce; runs in each of some processes."""
+def time_collectives(options: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
+    """Return, by way and number of float32, the seconds of each all-reduce; runs in each of some processes.
+
+    Args:
+        options: as ``collectives`` in conf/benchmark.yaml.
+    """
+    logging.disable(logging.INFO)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     strategy = ts.MirroredStrategy(["cpu:0"])
     planes = {MESSAGE: strategy.workers.routes.small, SHARED: strategy.workers.routes.large}
     times: dict[str, dict[int, list[float]]] = {way: {} for way in (GLOO, *planes, USERS)}
-    for size in config.collective_sizes:
+    for size in options["sizes"]:
         tensor = torch.zeros(size)
         ways: dict[str, Callable[[], object]] = {GLOO: functools.partial(distributed.all_reduce, tensor)}
         ways |= {way: functools.partial(_sum, plane, tensor) for way, plane in planes.items()}
         ways[USERS] = functools.partial(strategy.run, _users_all_reduce, (tensor,))
-        if tensor.nbytes > config.largest_message:
+        if tensor.nbytes > options["largest_message"]:
             del ways[MESSAGE]
-        num_rounds = max(config.fewest_collectives, min(config.most_collectives, config.floats_of_a_size // size))
+        num_rounds = max(options["fewest"], min(options["most"], options["floats_of_a_size"] // size))
         measured = _in_turns(ways, num_rounds, align=lambda: _sum(planes[MESSAGE], torch.zeros(1)))
         for way, seconds in measured.items():
             times[way][size] = seconds
@@ -41,7 +47,21 @@ def time_collectives(config: DictConfig) -> dict[str, dict[int, list[float]]]:
     return times
 
 
-def without_records(strategy: ts.Strategy, step: Callable[[], Any]) -> Callable[[], Any]:
+def price_of_records(options: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the seconds of each step with and without the records that ranks compare; runs in each of some processes.
+
+    Args:
+        options: as ``step_times.make_work`` takes them, with the number of ``steps`` and torch's ``threads``.
+    """
+    logging.disable(logging.INFO)
+    torch.set_num_threads(options["threads"])
+    strategy = ts.MirroredStrategy(["cpu:0"])
+    step = ours(make_work(options), strategy).step
+    ways = {"with": step, "without": _without_records(strategy, step)}
+    return _in_turns(ways, options["steps"], align=lambda: _sum(strategy.workers.routes.small, torch.zeros(1)))
+
+
+def _without_records(strategy: ts.Strategy, step: Callable[[], Any]) -> Callable[[], Any]:
     """Return a step in which the ranks exchange no records, as if all of them were sure to agree."""
     workers = strategy.workers
     exchange = workers.exchange
@@ -54,26 +74,6 @@ def without_records(strategy: ts.Strategy, step: Callable[[], Any]) -> Callable[
             workers.exchange = exchange
 
     return run
-
-
-def print_collectives(num_processes: int, times: dict[str, dict[int, list[float]]]) -> None:
-    """Print the medians of one number of processes, and what they are to gloo's."""
-    print(f"All-reduce of float32 between {num_processes} processes: median µs (and gloo's time over it)")
-    print(f"{'bytes':>12}" + "".join(f"{way:>24}" for way in times))
-    for size in times[GLOO]:
-        cells = [_cell(times[GLOO][size], by_size.get(size)) for by_size in times.values()]
-        print(f"{4 * size:12,}" + "".join(f"{cell:>24}" for cell in cells))
-
-
-def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the median of the ratios of what was measured side by side."""
-    return float(np.median(np.array(first) / np.array(second)))
-
-
-def _cell(gloo: Sequence[float], seconds: Sequence[float] | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{1e6 * np.median(seconds):,.0f} ({median_ratio(gloo, seconds):.2f})"
 
 
 def _users_all_reduce(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ def main() -> None:
     turns = Turns(f"torchstrategy {ts.__version__}, torch {torch.__version__}")
     model = ts.Model(make_model(options))
     model.compile(
-        torch.optim.Adam(model.parameters(), lr=options["learning_rate"]),
+        torch.optim.Adam(model.parameters(), lr=options["optimizer"]["lr"]),
         torch.nn.CrossEntropyLoss(),
         metrics=["accuracy"],
     )

@@ -20,7 +20,7 @@ def main() -> None:
     # Keras' own layers take 5 to 15 % longer here than torch's module in Keras' wrapper.
     model = keras.Sequential([keras.Input((1, 28, 28)), keras.layers.TorchModuleWrapper(make_model(options))])
     model.compile(
-        keras.optimizers.Adam(options["learning_rate"]),
+        keras.optimizers.Adam(options["optimizer"]["lr"]),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

@@ -66,7 +66,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(make_model(options), options["learning_rate"]), make_loader(options))
+    trainer.fit(Module(make_model(options), options["optimizer"]["lr"]), make_loader(options))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def conv_net() -> nn.Sequential:
@@ -39,3 +40,33 @@ def mlp(hidden_size: int, dropout: float) -> nn.Sequential:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(28 * 28, hidden_size), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_size, 10)
     )
+
+
+def deep_mlp(hidden_size: int, num_layers: int) -> nn.Sequential:
+    """Build a network of dense layers, whose parameters are many for the work that they do."""
+    sizes = [28 * 28, *[hidden_size] * num_layers]
+    layers = [layer for i in range(num_layers) for layer in (nn.Linear(sizes[i], sizes[i + 1]), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden_size, 10))
+
+
+class Transformer(nn.Module):
+    """An encoder that reads an image row by row.
+
+    Args:
+        width: of the tokens, one for each row.
+        num_heads: of each layer's attention.
+        num_layers: of the encoder.
+        dropout: of all layers.
+    """
+
+    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(28, width)
+        self.positions = nn.Parameter(torch.randn(28, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, num_heads, 4 * width, dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits ``[batch, 10]``."""
+        return self.head(self.encoder(self.embedding(images.squeeze(1)) + self.positions).mean(1))

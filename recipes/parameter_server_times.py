@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import clusters
+import profiles
 import torch
 from models import conv_net
+from omegaconf import OmegaConf
 from torch import nn
 
 import torchstrategy as ts
@@ -94,8 +96,23 @@ def measure(addresses: dict[str, list[str]], options: dict[str, Any]) -> dict[st
         "rows_ms": per_closure(coordinator, rows, options["row_steps"], repeats),
         "train_rate": rates(coordinator, train_step, options["train_steps"], repeats, (iterator,)),
     }
+    if options["profile"]:
+        record(coordinator, train_step, iterator, options)
     strategy.close()
     return figures
+
+
+def record(coordinator: Any, train_step: Callable[..., Any], iterator: Any, options: dict[str, Any]) -> None:
+    """Train on the workers under a profiler."""
+    profile = profiles.WorkerProfile(OmegaConf.create(options), Path(options["folder"]))
+
+    def profiled_step(batches):  # noqa: ANN001, ANN202 - the worker's own iterator
+        profile.begin_step()
+        train_step(batches)
+
+    for _ in range(4 * options["workers"] * sum(options["profile_steps"].values())):  # they share them unevenly
+        coordinator.schedule(profiled_step, (iterator,))
+    coordinator.join()
 
 
 def random_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:

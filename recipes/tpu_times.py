@@ -66,7 +66,7 @@ def make_batches(options: dict[str, Any], num_replicas: int) -> Batches:
 
 def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
     """Build the optimizer that all sides use."""
-    return torch.optim.SGD(model.parameters(), lr=options["learning_rate"], momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=options["optimizer"]["lr"], momentum=0.9)
 
 
 def plain_block(options: dict[str, Any]) -> Block:

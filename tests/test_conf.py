@@ -9,6 +9,8 @@ from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from torchstrategy.options import CommunicationOptions, PowerSGD
+
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 RECIPES = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -31,7 +33,7 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 42
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 45
     assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT | NEEDS_TORCH_XLA) == 4
 
 
@@ -55,6 +57,16 @@ def test_choice(choice):
     if choice in NEEDS_TORCH_XLA:
         pytest.skip("makes its strategy in a process of its own: tests/tpu/test_recipes.py")
     assert instantiate(config, _convert_="all", **ARGUMENTS.get(group, {})) is not None
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+def test_gradients_can_be_compressed_from_the_command_line(strategy):
+    name = "strategy.communication_options.gradient_compression"
+    power_sgd = "{_target_:torchstrategy.experimental.PowerSGD,rank:2,start_after:10}"
+    for value, expected in (("null", None), ("bf16", "bf16"), (power_sgd, PowerSGD(rank=2, start_after=10))):
+        config = compose("custom_loop", [f"strategy={strategy}", f"{name}={value}"])
+        options = instantiate(config.strategy.communication_options, _convert_="all")
+        assert options == CommunicationOptions(gradient_compression=expected)
 
 
 @pytest.mark.skipif(HAS_TORCH_XLA, reason="torch_xla is installed")

@@ -7,7 +7,15 @@ import benchmark_fit as benchmark
 import pytest
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark_fit.py"
-OPTIONS = {"model": "mlp", "threads": 1, "seed": 0, "examples": 20, "batch_size": 8, "learning_rate": 0.001, "pairs": 1}
+OPTIONS = {
+    "model": "mlp",
+    "threads": 1,
+    "seed": 0,
+    "examples": 20,
+    "batch_size": 8,
+    "optimizer": {"lr": 0.001},
+    "pairs": 1,
+}
 
 
 @pytest.mark.slow
