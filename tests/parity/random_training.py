@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -132,7 +133,9 @@ class _Training:
             scales.append(self.scaler.get_scale())
             self.to_clear = self._due() if program.zeroing == "before" else ()
             if program.decays and 0 in self._due():
-                self.schedule.step()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # the scaler may have skipped the first step
+                    self.schedule.step()
         found = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         return {**found, "losses": torch.tensor(losses, dtype=torch.float64), "scales": torch.tensor(scales)}
 
