@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -142,3 +143,15 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     for name, value in expected.items():
         text = functools.partial("{0} differs: {2}\n{1}".format, name, note)
         torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=text)
+
+
+class Lines(logging.Handler):
+    """Takes down what the library logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("torchstrategy").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

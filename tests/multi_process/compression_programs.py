@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torchstrategy as ts
+from tests.programs import Lines
 from torchstrategy.collectives import rendezvous
 from torchstrategy.collectives.compression import NarrowPlane
 from torchstrategy.gradients.power_sgd import LowRankSums
@@ -29,18 +30,6 @@ def options(compression: Any, implementation: str = "ring", **others: Any) -> An
     return ts.experimental.CommunicationOptions(
         implementation=implementation, gradient_compression=compression, **others
     )
-
-
-class Lines(logging.Handler):
-    """Takes down what the library logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("torchstrategy").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def simulate_hosts(hosts: Sequence[int]) -> None:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 
 import torchstrategy as ts
+from tests.programs import Lines
 from tests.tpu.runtime_programs import message_of
 from torchstrategy.xla.runtime import get_runtime
 
 initialize = ts.tpu.experimental.initialize_tpu_system
 shutdown = ts.tpu.experimental.shutdown_tpu_system
-
-
-class Lines(logging.Handler):
-    """Keeps what the library logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("torchstrategy").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def in_tf_order() -> dict[str, Any]:
