@@ -104,6 +104,8 @@ def test_a_stopped_server_says_nothing(local_cluster, client_of):
     cluster = local_cluster(2, 1)
     client = client_of(cluster, "worker", 0)
     cluster.stop_signal("worker", 0)
+    threads = list(Path(f"/proc/{cluster.pid('worker', 0)}/task").glob("*/stat"))
+    assert all(") T " in thread.read_text() for thread in threads)
     with pytest.raises(ts.errors.DeadlineExceededError):
         client.peer.call(Message("ping", {}), 0.2)
     assert cluster.is_alive("worker", 0)

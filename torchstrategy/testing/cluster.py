@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -170,11 +171,13 @@ class LocalCluster:
     def stop_signal(self, job: str, index: int) -> None:
         """Halt a server's process (SIGSTOP): its connections stay open, and it says nothing.
 
+        On Linux this returns once all its threads have halted.
+
         Args:
             job: its job.
             index: its index.
         """
-        self._server(job, index).send_signal(signal.SIGSTOP)
+        self._server(job, index).halt()
 
     def cont(self, job: str, index: int) -> None:
         """Let a halted server go on (SIGCONT).
@@ -260,6 +263,19 @@ class _ServerProcess:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
+
+    def halt(self) -> None:
+        self.send_signal(signal.SIGSTOP)
+        # A thread may compute, and answer, until the kernel gets round to it.
+        while sys.platform == "linux" and self.is_alive and not self._is_halted():
+            time.sleep(0.001)
+
+    def _is_halted(self) -> bool:
+        try:
+            stats = [file.read_text() for file in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        except OSError:  # a thread has ended meanwhile
+            return False
+        return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)
 
     def ask_to_end(self) -> None:
         if self.is_alive:
