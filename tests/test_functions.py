@@ -9,7 +9,14 @@ import torchmetrics
 from torch import nn
 
 import torchstrategy as ts
-from tests.programs import cpu_devices, largest_difference, make_optimizer, smooth_net, strategy_for
+from tests.programs import (
+    cpu_devices,
+    largest_difference,
+    make_optimizer,
+    make_train_step,
+    smooth_net,
+    strategy_for,
+)
 from torchstrategy import functions, log
 
 # torch's compiler reads this attribute of its inputs, and hides the warning unless warnings are errors.
@@ -68,15 +75,7 @@ def losses_of_epochs(devices, backend, decorated="step", dtype=torch.float32, ep
         model = smooth_net(dtype)
         optimizer = make_optimizer("sgd", model.parameters())
     dataset = strategy.experimental_distribute_dataset((x, y), batch_size=5)
-
-    def train_step(inputs):
-        images, labels = inputs
-        optimizer.zero_grad()
-        per_example = nn.functional.cross_entropy(model(images), labels, reduction="none")
-        loss = ts.nn.compute_average_loss(per_example, global_batch_size="actual")
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    train_step = make_train_step(model, optimizer)
 
     def step(inputs):
         return strategy.reduce("SUM", strategy.run(train_step, args=(inputs,)), axis=None)

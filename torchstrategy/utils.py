@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 
 import numpy as np
 import torch
 
 from torchstrategy.context import current_replica_context
+from torchstrategy.host_memory import keep_freed_memory
 from torchstrategy.training.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
 from torchstrategy.training.dataset_creator import DatasetCreator
 from torchstrategy.training.sidecar import SidecarEvaluator
@@ -21,34 +21,6 @@ __all__ = [
     "set_random_seed",
     "unpack_x_y_sample_weight",
 ]
-
-
-#: Of glibc's <malloc.h>: what to keep at the end of the heap, to fetch beyond a request, and to map by itself.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-
-
-def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, for the next training step on the CPU.
-
-    By default the C library gives large blocks back to the kernel, and every step asks for its activations and
-    gradients anew: the kernel then clears thousands of pages in each step. The process's memory stays at its peak
-    instead. Call it at the start of the program; it changes the whole process.
-
-    Returns:
-        Whether it worked: the C library must be glibc (Linux).
-
-    Example:
-        >>> worked = ts.utils.keep_freed_memory()
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    largest = 2**31 - 1
-    return all(  # blocks of over 32 MiB, glibc's limit, are mapped by themselves all the same
-        mallopt(option, value)
-        for option, value in ((_M_TRIM_THRESHOLD, largest), (_M_TOP_PAD, 64 << 20), (_M_MMAP_THRESHOLD, 32 << 20))
-    )
 
 
 def set_random_seed(seed: int) -> None:

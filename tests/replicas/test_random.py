@@ -9,9 +9,10 @@ from torchstrategy.replicas import random
 from torchstrategy.replicas.random import RandomStreams, derive_seed
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[(2, False), (3, False), (2, True), (3, True)], ids=["2", "3", "2-at-once", "3-at-once"])
 def strategy(request):
-    return ts.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
+    count, concurrent = request.param
+    return ts.MirroredStrategy([f"cpu:{i}" for i in range(count)], concurrent=concurrent)
 
 
 def on_replicas(strategy, fn):
@@ -150,14 +151,9 @@ def test_state_restored_outside_restores_the_streams(strategy):
     torch.testing.assert_close(draws(strategy, 2)[:, :1], first[:, :1], rtol=0, atol=0)
 
 
-def test_concurrent_replicas_draw_new_numbers_in_each_run():
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=True)
-    rows = draws(strategy, 5).flatten(0, 1)
-    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
-
-
-def test_merge_functions_draw_from_the_programs_stream():
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_merge_functions_draw_from_the_programs_stream(concurrent):
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=concurrent)
 
     def merge(current):
         first = torch.rand(1)

@@ -1,9 +1,7 @@
-"""Threads, turns, merge points, failures, and what the caller's context means for the replicas."""
+"""Threads, turns, merge points, and failures."""
 
-import contextvars
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -11,36 +9,8 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from tests.programs import guide_losses
-from torchstrategy.log import info_once
+from tests.replicas.runs import Boom, all_reduce, assert_usable, on_replicas, replica_id
 from torchstrategy.replicas.runner import MergeRequest, Runner
-
-
-@pytest.fixture(params=[(2, False), (3, False), (2, True)], ids=["2", "3", "2-concurrent"])
-def strategy(request):
-    count, concurrent = request.param
-    return ts.MirroredStrategy([f"cpu:{i}" for i in range(count)], concurrent=concurrent)
-
-
-def on_replicas(strategy, fn):
-    results = strategy.experimental_local_results(strategy.run(fn))
-    return results if len(results) > 1 else results * strategy.num_replicas_in_sync
-
-
-def replica_id():
-    return ts.get_replica_context().replica_id_in_sync_group
-
-
-def all_reduce(value=1.0):
-    return ts.get_replica_context().all_reduce("sum", torch.tensor(value)).item()
-
-
-def assert_usable(strategy):
-    assert set(on_replicas(strategy, all_reduce)) == {float(strategy.num_replicas_in_sync)}
-
-
-class Boom(Exception):
-    pass
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -110,8 +80,9 @@ def test_interrupt_while_the_caller_waits(monkeypatch):
         raise KeyboardInterrupt
 
     def fn():
-        entered.set()
-        hold.wait(5)
+        if replica_id() == 1:
+            entered.set()
+            hold.wait(5)
         all_reduce()
 
     monkeypatch.setattr(thread_class, "wait_paused", interrupted)
@@ -204,116 +175,6 @@ def test_merge_function_acts_from_outside(strategy):
     assert set(on_replicas(strategy, lambda: model.weight.item())) == {2.0}
 
 
-def test_another_strategy_inside_run_is_refused(strategy):
-    other = ts.MirroredStrategy(["cpu:0", "cpu:1"])
-    with pytest.raises(RuntimeError):
-        strategy.run(lambda: other.run(lambda: None))
-    with pytest.raises(RuntimeError):
-        strategy.run(lambda: other.scope().__enter__())
-    assert_usable(strategy)
-
-
-def test_run_from_another_thread(strategy):
-    with strategy.scope():
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    results = []
-
-    def step():
-        optimizer.zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-
-    def work():
-        strategy.run(step)
-        results.append(model.bias.item())
-
-    before = model.bias.item()
-    for target in (work, work):
-        thread = threading.Thread(target=target)
-        thread.start()
-        thread.join()
-    strategy.run(lambda: optimizer.zero_grad())
-    assert results[0] == pytest.approx(before - 0.1 * strategy.num_replicas_in_sync, rel=1e-4)
-    assert len(results) == 2
-
-
-def test_two_threads_at_once_are_refused(strategy):
-    inside, leave, errors = threading.Event(), threading.Event(), []
-
-    def fn():
-        inside.set()
-        leave.wait(5)
-
-    thread = threading.Thread(target=strategy.run, args=(fn,))
-    thread.start()
-    inside.wait(5)
-    with pytest.raises(RuntimeError, match="one thread at a time"):
-        strategy.run(lambda: None)
-    leave.set()
-    thread.join()
-    assert not errors
-    assert_usable(strategy)
-
-
-def test_modes_of_the_caller_hold_inside(strategy):
-    def modes():
-        return (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            str(torch.get_autocast_dtype("cpu")),
-        )
-
-    expected = modes()
-    assert set(on_replicas(strategy, modes)) == {expected}
-    with torch.no_grad():
-        assert set(on_replicas(strategy, modes)) == {(False, *expected[1:])}
-    with torch.inference_mode():
-        assert {m[:2] for m in on_replicas(strategy, modes)} == {(False, True)}
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype=dtype):
-            assert set(on_replicas(strategy, modes)) == {(True, False, True, str(dtype))}
-            with torch.autocast("cpu", enabled=False):
-                assert {m[2] for m in on_replicas(strategy, modes)} == {False}
-    assert set(on_replicas(strategy, modes)) == {expected}
-
-
-def test_context_variables_hold_inside(strategy):
-    variable = contextvars.ContextVar("variable", default=0)
-    token = variable.set(5)
-    try:
-        assert set(on_replicas(strategy, variable.get)) == {5}
-    finally:
-        variable.reset(token)
-
-
-def test_function_and_dispatch_modes_are_refused(strategy):
-    class Function(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    for mode in (Function, Dispatch):
-        with mode(), pytest.raises(RuntimeError, match=mode.__name__):
-            strategy.run(lambda: None)
-    with torch.device("meta"):
-        assert {str(d) for d in on_replicas(strategy, lambda: torch.ones(1).device)} == {"cpu"}
-    assert_usable(strategy)
-
-
-def test_scopes_do_not_leak_into_replicas(strategy):
-    def fn():
-        assert not ts.in_cross_replica_context()
-        return ts.get_strategy() is strategy
-
-    with strategy.scope():
-        assert all(on_replicas(strategy, fn))
-
-
 def test_results_and_arguments_are_freed(strategy):
     class Big:
         pass
@@ -345,150 +206,6 @@ def test_turns_pass_at_merge_points_only():
 
     strategy.run(fn)
     assert order == [0, 1, 2, 0, 1, 2]
-
-
-def test_concurrent_replicas_really_overlap():
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=True)
-    barrier = threading.Barrier(2, timeout=5)
-    strategy.run(barrier.wait)
-
-
-def test_concurrent_guide_program_equals_turns():
-    concurrent = guide_losses(["cpu:0", "cpu:1"])
-    original = ts.MirroredStrategy
-
-    class Concurrent(original):
-        def __init__(self, devices):
-            super().__init__(devices, concurrent=True)
-
-    ts.MirroredStrategy = Concurrent
-    try:
-        assert guide_losses(["cpu:0", "cpu:1"]) == pytest.approx(concurrent, abs=1e-7)
-    finally:
-        ts.MirroredStrategy = original
-
-
-@pytest.fixture
-def concurrent():
-    return ts.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], concurrent=True)
-
-
-def test_many_short_concurrent_runs(concurrent):
-    """Everything that replica functions use at once: metrics, variables, losses, buffers, logs, fresh parameters."""
-    with concurrent.scope():
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        metric = ts.metrics.Mean()
-        counter = ts.Variable(torch.zeros(()), aggregation=ts.VariableAggregation.SUM)
-    x = torch.arange(36.0).view(12, 3)
-    batch = next(iter(concurrent.experimental_distribute_dataset(x, batch_size=12)))
-
-    def step(x, i):
-        optimizer.zero_grad()
-        losses = model(x).square().sum(dim=1)
-        ts.nn.compute_average_loss(losses, global_batch_size="actual").backward()
-        info_once(f"message {i}")
-        optimizer.step()
-        metric.update_state(losses.detach() * 0 + 1)
-        counter.assign_add(torch.ones(()))
-        return all_reduce()
-
-    for i in range(150):
-        assert set(concurrent.run(step, args=(batch, i)).values) == {3.0}
-    assert metric.result() == 1
-    assert counter == 450
-    first, *others = concurrent.experimental_local_results(model[0].weight)
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=0)
-
-
-def test_concurrent_replicas_say_a_message_once(concurrent, monkeypatch):
-    monkeypatch.setattr("torchstrategy.log._said", set())
-    said = []
-    monkeypatch.setattr("torchstrategy.log.logger.info", said.append)
-    barrier = threading.Barrier(3)
-
-    def fn(i):
-        barrier.wait(10)
-        info_once(f"message {i}")
-
-    for i in range(50):
-        concurrent.run(fn, args=(i,))
-    assert said == [f"message {i}" for i in range(50)]
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_concurrent_runs_that_fail_and_others_in_between(concurrent, failing):
-    def fn(fails):
-        for k in range(3):
-            if fails and replica_id() == failing and k == 1:
-                raise Boom
-            all_reduce()
-
-    num_threads = torch.get_num_threads()
-    for i in range(40):
-        if i % 2:
-            with pytest.raises(Boom):
-                concurrent.run(fn, args=(True,))
-        else:
-            concurrent.run(fn, args=(False,))
-    assert_usable(concurrent)
-    assert torch.get_num_threads() == num_threads
-
-
-def test_failed_replica_0_waits_for_running_ones(concurrent):
-    done = []
-
-    def fn():
-        if replica_id() == 0:
-            raise Boom
-        time.sleep(0.05)
-        done.append(replica_id())
-
-    with pytest.raises(Boom):
-        concurrent.run(fn)
-    assert sorted(done) == [1, 2]
-    assert_usable(concurrent)
-
-
-def test_interrupt_of_the_wait_after_a_failure(monkeypatch, concurrent):
-    assert_usable(concurrent)
-    hold = threading.Event()
-    thread_class = type(concurrent.hosting._runners[0]._threads[0])
-    wait = thread_class.wait_paused
-
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    def fn():
-        if replica_id() == 0:
-            monkeypatch.setattr(thread_class, "wait_paused", interrupted)
-            raise Boom
-        hold.wait(5)
-
-    with pytest.raises(KeyboardInterrupt):
-        concurrent.run(fn)
-    monkeypatch.setattr(thread_class, "wait_paused", wait)
-    assert_usable(concurrent)
-    hold.set()
-    assert_usable(concurrent)
-
-
-def test_threads_are_divided_between_concurrent_replicas(concurrent):
-    before = torch.get_num_threads()
-    torch.set_num_threads(6)
-    try:
-
-        def fn():
-            inside = torch.get_num_threads()
-            merged = ts.get_replica_context().merge_call(lambda _: torch.get_num_threads())
-            return inside, merged, torch.get_num_threads()
-
-        results = concurrent.experimental_local_results(concurrent.run(lambda: [list(fn())]))
-        assert all(result == [[2, 6, 2]] for result in results)
-        assert torch.get_num_threads() == 6
-    finally:
-        torch.set_num_threads(before)
 
 
 # Collectives and autograd.

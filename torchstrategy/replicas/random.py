@@ -1,20 +1,24 @@
 """One stream of random numbers for each replica.
 
-torch has one default CPU generator. A replica's state is put into it for the replica's turn. Replica 0 draws from the
-program's own stream, as one replica would; the others' streams derive from its state and their ids, and start anew
-whenever the program's stream was moved or seeded outside. Switching costs about a microsecond. Accelerators have a
-generator each, which ``torch.manual_seed`` seeds alike: there only the seeds are changed. A generator that an object
-of the scope holds has streams in the same way, because all processes seed theirs alike.
+torch has one default CPU generator. A replica's state is put into it for the replica's turn; of replicas that run at
+the same time the first uses it, and the others have generators of their own. Replica 0 draws from the program's own
+stream, as one replica would; the others' streams derive from its state and their ids, and start anew whenever the
+program's stream was moved or seeded outside. Switching costs about a microsecond. Accelerators have a generator each,
+which ``torch.manual_seed`` seeds alike: there only the seeds are changed. A generator that an object of the scope holds
+has streams in the same way, because all processes seed theirs alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchstrategy.replicas.thread_generators import own_generator
 
 __all__ = ["RandomStreams", "derive_seed", "replica_generator"]
 
@@ -26,13 +30,23 @@ class RandomStreams:
         replica_ids: ids of this process's replicas.
         devices: their devices.
         generator: the one that the replicas use in turn; ``None`` for torch's default one.
+        concurrent: whether the replicas draw at the same time: each but the first has a generator of its own.
     """
 
     def __init__(
-        self, replica_ids: Sequence[int], devices: Sequence[torch.device], generator: torch.Generator | None = None
+        self,
+        replica_ids: Sequence[int],
+        devices: Sequence[torch.device],
+        generator: torch.Generator | None = None,
+        *,
+        concurrent: bool = False,
     ) -> None:
         self._replica_ids = replica_ids
         self._generator = torch.default_generator if generator is None else generator
+        self._generators = [
+            torch.Generator() if concurrent and local_id else self._generator for local_id in range(len(replica_ids))
+        ]
+        self._at_once = range(len(replica_ids)) if concurrent else ()
         self._held: dict[torch.Generator, RandomStreams] = {}
         self._held_in_run: list[RandomStreams] = []
         self._accelerators = [(i, d) for i, d in zip(replica_ids, devices, strict=True) if i and d.type == "cuda"]
@@ -41,7 +55,7 @@ class RandomStreams:
         self._states: list[Tensor | None] = [None] * len(replica_ids)
         self._start: Tensor | None = None
         self._program: Tensor | None = None
-        self._entry: Tensor | None = None
+        self._entries: list[Tensor | None] = [None] * len(replica_ids)
         self._moved = False
 
     def hold(self, objects: Iterable[Any]) -> None:
@@ -56,7 +70,7 @@ class RandomStreams:
                         self._held[value] = RandomStreams([first], [value.device], value)
 
     def begin(self) -> None:
-        """Take over the generator for a run."""
+        """Take over the generator for a run; replicas that draw at the same time enter here, and leave at the end."""
         self._held_in_run = list(self._held.values())
         for held in self._held_in_run:
             held.begin()
@@ -65,6 +79,8 @@ class RandomStreams:
             self._states = [None] * len(self._replica_ids)
         self._start = self._program = state
         self._moved = False
+        for local_id in self._at_once:
+            self.enter(local_id)
 
     def seed_accelerators(self) -> None:
         """Give the accelerators' generators seeds of their own if the user has seeded them alike since."""
@@ -76,10 +92,10 @@ class RandomStreams:
                 generator.manual_seed(self._seeds[replica_id])
 
     def enter(self, local_id: int) -> None:
-        """Put a replica's stream into the generator."""
+        """Put a replica's stream into its generator."""
         for held in self._held_in_run if local_id == 0 else ():
             held.enter(0)
-        generator = self._generator
+        generator = self._generators[local_id]
         start, program = self._begun()
         if self._replica_ids[local_id] == 0:
             generator.set_state(program)
@@ -91,17 +107,18 @@ class RandomStreams:
             state = generator.get_state()
         else:
             generator.set_state(state)
-        self._entry = state
+        self._entries[local_id] = state
 
     def leave(self, local_id: int) -> None:
-        """Take a replica's stream out of the generator."""
+        """Take a replica's stream out of its generator."""
         for held in self._held_in_run if local_id == 0 else ():
             held.leave(0)
-        state = self._generator.get_state()
+        state = self._generators[local_id].get_state()
         if self._replica_ids[local_id] == 0:
             self._program = state
             return
-        self._moved = self._moved or self._entry is None or not torch.equal(state, self._entry)
+        entry = self._entries[local_id]
+        self._moved = self._moved or entry is None or not torch.equal(state, entry)
         self._states[local_id] = state
 
     def end(self) -> None:
@@ -110,6 +127,8 @@ class RandomStreams:
         If replicas drew but the program's stream did not move, it moves by one draw: seeding it again with the same
         seed is then visible to ``begin``.
         """
+        for local_id in self._at_once:
+            self.leave(local_id)
         for held in self._held_in_run:
             held.end()
         start, program = self._begun()
@@ -117,6 +136,11 @@ class RandomStreams:
         if self._moved and torch.equal(program, start):
             torch.empty((), dtype=torch.int64, device=self._generator.device).random_(generator=self._generator)
             self._program = self._generator.get_state()
+
+    def on_this_thread(self, local_id: int) -> contextlib.AbstractContextManager[None]:
+        """Let this thread draw from a replica's generator, if that is not the default one."""
+        generator = self._generators[local_id]
+        return contextlib.nullcontext() if generator is self._generator else own_generator(generator)
 
     def _begun(self) -> tuple[Tensor, Tensor]:
         if self._start is None or self._program is None:

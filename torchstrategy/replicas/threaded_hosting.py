@@ -14,6 +14,7 @@ from typing_extensions import override
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.devices import Placement
+from torchstrategy.host_memory import keep_freed_memory
 from torchstrategy.labels import label
 from torchstrategy.replicas.adapters import first_run_modes
 from torchstrategy.replicas.caller_modes import CallerModes, on_device, refuse_modes
@@ -61,8 +62,10 @@ class ThreadedHosting(Hosting):
         self._record = record
         self._concurrent = concurrent
         self._set = ReplicaSet(strategy, placement.devices, record, prepare, self.running)
-        self._streams = RandomStreams(placement.local_replica_ids, placement.devices)
+        self._streams = RandomStreams(placement.local_replica_ids, placement.devices, concurrent=concurrent)
         self._cores = _Cores(len(placement.devices))
+        if concurrent and sum(device.type == "cpu" for device in placement.devices) > 1:
+            keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._name)
         self._runners: list[Runner] = []
         self._depth = 0
@@ -79,8 +82,8 @@ class ThreadedHosting(Hosting):
             carry = CallerModes()
             modes, self._modes = self._modes, contextlib.nullcontext
             tasks = [
-                functools.partial(self._call, frame, device, carry, modes, fn, args, kwargs)
-                for frame, device, (args, kwargs) in zip(frames, self._placement.devices, calls, strict=True)
+                functools.partial(self._call, local_id, frame, carry, modes, fn, args, kwargs)
+                for local_id, (frame, (args, kwargs)) in enumerate(zip(frames, calls, strict=True))
             ]
             return self._run_tasks(tasks)
         finally:
@@ -166,20 +169,15 @@ class ThreadedHosting(Hosting):
         """Take the random streams from the program, or from the merge function that calls ``run``."""
         if outermost:
             self._streams.seed_accelerators()
-        if self._concurrent:  # replicas that run at the same time share the generator
-            return
-        if outermost:
             self._streams.begin()
-        else:
+        elif not self._concurrent:
             self._streams.leave(0)
 
     def _end_streams(self, *, outermost: bool) -> None:
         """Give them back."""
-        if self._concurrent:
-            return
         if outermost:
             self._streams.end()
-        else:
+        elif not self._concurrent:
             self._streams.enter(0)
 
     def _call_merge(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
@@ -194,16 +192,18 @@ class ThreadedHosting(Hosting):
     def _call_from_outside(self, fn: Callable[[list[Any]], Sequence[Any]], payloads: list[Any]) -> Sequence[Any]:
         """Call the user's merge function, which acts on replica 0 for all replicas and draws from its stream."""
         self._after_functions()
-        if self._concurrent:  # on replica 0's thread
+        if self._concurrent:  # on replica 0's thread, which has its stream
             torch.set_num_threads(self._cores.num_threads)
-            results = fn(payloads)
-            torch.set_num_threads(_share(self._cores.num_threads, len(payloads)))
         else:
             self._streams.enter(0)
-            results = fn(payloads)
-            self._streams.leave(0)
-        self._before_functions()
-        return results
+        try:
+            return fn(payloads)
+        finally:
+            if self._concurrent:
+                torch.set_num_threads(_share(self._cores.num_threads, len(payloads)))
+            else:
+                self._streams.leave(0)
+            self._before_functions()
 
     def _before_functions(self) -> None:
         self._set.before_run()
@@ -217,8 +217,8 @@ class ThreadedHosting(Hosting):
 
     def _call(
         self,
+        local_id: int,
         frame: Frame,
-        device: torch.device,
         carry: CallerModes,
         modes: Callable[[], contextlib.AbstractContextManager[None]],
         fn: Callable[..., Any],
@@ -230,7 +230,13 @@ class ThreadedHosting(Hosting):
             share = _share(carry.num_threads, len(self._placement.devices)) if self._concurrent else carry.num_threads
             if torch.get_num_threads() != share:
                 torch.set_num_threads(share)
-            with carry.entered(), on_device(device), modes(), label("replica", frame.replica_context._replica_id):
+            with (
+                carry.entered(),
+                on_device(self._placement.devices[local_id]),
+                self._streams.on_this_thread(local_id),
+                modes(),
+                label("replica", frame.replica_context._replica_id),
+            ):
                 return fn(*args, **kwargs)
         finally:
             pop_frame(frame)

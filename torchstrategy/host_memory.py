@@ -1,0 +1,35 @@
+"""What the C library does with memory of the host that the program has freed."""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["keep_freed_memory"]
+
+#: Of glibc's <malloc.h>: what to keep at the end of the heap, to fetch beyond a request, and to map by itself.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees, for the next training step on the CPU.
+
+    By default the C library gives large blocks back to the kernel, and every step asks for its activations and
+    gradients anew: the kernel then clears thousands of pages in each step. The process's memory stays at its peak
+    instead. Call it at the start of the program; it changes the whole process. Strategies with ``concurrent=True`` and
+    several replicas on the CPU call it, because threads that ask for memory at the same time wait for each other.
+
+    Returns:
+        Whether it worked: the C library must be glibc (Linux).
+
+    Example:
+        >>> worked = ts.utils.keep_freed_memory()
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    largest = 2**31 - 1
+    return all(  # blocks of over 32 MiB, glibc's limit, are mapped by themselves all the same
+        mallopt(option, value)
+        for option, value in ((_M_TRIM_THRESHOLD, largest), (_M_TOP_PAD, 64 << 20), (_M_MMAP_THRESHOLD, 32 << 20))
+    )
