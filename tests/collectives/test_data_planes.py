@@ -1,5 +1,6 @@
 """The ways of data between ranks that are threads of this process."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from tests.collectives.groups import GoneByNow, Group, no_check, on_ranks
+from torchstrategy.collectives import data_planes
 from torchstrategy.collectives.data_planes import (
     C10dPlane,
     HierarchicalPlane,
@@ -141,15 +143,45 @@ def test_a_broken_process_group_is_a_connection_error():
         def wait(self, timeout):
             raise RuntimeError("Connection reset by peer")
 
-        def is_completed(self):
-            return True
-
-    class Broken:
-        def allreduce(self, tensors, options):
-            return Work()
-
     with pytest.raises(ConnectionError, match="reset by peer"):
-        C10dPlane(Broken()).start_sum(torch.ones(1))(no_check)
+        C10dPlane(Returning(Work())).start_sum(torch.ones(1))(no_check)
+
+
+@pytest.mark.parametrize("error", [None, "Connection reset by peer"])
+def test_what_ends_at_the_end_of_a_slice_of_waiting_has_not_timed_out(monkeypatch, error):
+    monkeypatch.setattr(data_planes, "_POLL", timedelta(seconds=0.05))
+
+    class Work:
+        is_over = False
+
+        def wait(self, timeout):
+            if self.is_over and error is None:
+                return
+            if self.is_over:
+                raise RuntimeError(error)
+            time.sleep(timeout.total_seconds())
+            self.is_over = True  # just after torch has decided that the time is up
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return self.is_over
+
+    wait = C10dPlane(Returning(Work())).start_sum(torch.ones(1))
+    if error is None:
+        wait(no_check)
+    else:
+        with pytest.raises(ConnectionError, match=error):
+            wait(no_check)
+
+
+class Returning:
+    """A process group whose sums are a given work."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def allreduce(self, tensors, options):
+        return self.work
 
 
 class FakeNccl:

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from torchstrategy.collectives.packing import (
+    as_bytes,
+    group_by_layout,
     in_format_of,
     in_memory_order,
     memory_order,
@@ -9,6 +11,7 @@ from torchstrategy.collectives.packing import (
     plan_buckets,
     split_into_packs,
     unpack,
+    unpack_copies,
 )
 
 IMAGES = torch.randn(2, 3, 4, 5)
@@ -86,3 +89,30 @@ def test_packs_are_consecutive_and_even(count, packs):
     assert [i for part in parts for i in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert len(parts) == min(packs, count)
+
+
+def test_copies_have_memory_and_dtype_of_their_own():
+    like = [torch.zeros(2, dtype=torch.int16), torch.zeros(1, 2, dtype=torch.int16)]
+    flat = torch.arange(4, dtype=torch.int32)
+    first, second = unpack_copies(flat, like)
+    first += 1
+    assert first.tolist() == [1, 2]
+    assert second.tolist() == [[2, 3]]
+    assert first.dtype == second.dtype == torch.int16
+    assert flat.tolist() == [0, 1, 2, 3]
+    flat = torch.zeros(3)
+    (copy,) = unpack_copies(flat, [torch.zeros(3)])
+    copy += 1
+    assert not flat.any()
+
+
+def test_the_bytes_of_a_buffer_are_its_memory():
+    flat = torch.zeros(2, dtype=torch.bfloat16)
+    as_bytes(flat).fill_(0x40)
+    assert flat.tolist() == [3.0, 3.0]
+
+
+def test_groups_of_one_layout():
+    sparse = torch.zeros(2).to_sparse()
+    tensors = [torch.zeros(2), torch.zeros(1, dtype=torch.int64), sparse, torch.zeros(3), torch.zeros(1).to_sparse()]
+    assert group_by_layout(tensors) == [(torch.float32, [0, 3]), (torch.int64, [1]), (torch.float32, [2, 4])]

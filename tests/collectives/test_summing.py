@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchstrategy.collectives.summing import as_addable, is_addable, sum_in_order
+from torchstrategy.collectives.summing import as_addable, is_addable, sum_columns, sum_in_order
 from torchstrategy.errors import InvalidArgumentError
 
 
@@ -49,3 +49,12 @@ def test_other_dtypes_are_refused(dtype):
     assert not is_addable(dtype)
     with pytest.raises(InvalidArgumentError, match="Can't sum tensors of dtype"):
         as_addable(torch.ones(2).to(dtype))
+
+
+@pytest.mark.parametrize("shapes", [[(2, 2)], [(2,), (), (1, 1)]])
+def test_sums_of_packed_tensors(shapes):
+    like = [torch.empty(shape) for shape in shapes]
+    sums = sum_columns([torch.arange(4.0), torch.full((4,), 10.0), torch.full((4,), 100.0)], like)
+    assert torch.cat([part.flatten() for part in sums]).tolist() == [110, 111, 112, 113]
+    assert [part.shape for part in sums] == [tensor.shape for tensor in like]
+    assert len({part.untyped_storage().data_ptr() for part in sums}) == len(shapes)

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 
+from torchstrategy.collectives import threaded_plane
 from torchstrategy.collectives.threaded_plane import ThreadedPlane
 
 
@@ -56,8 +57,10 @@ def test_an_error_reaches_whoever_waits_and_ends_what_follows():
     plane.go_on.release(2)
     with pytest.raises(ConnectionError, match="the other rank is gone"):
         waits[0](no_check)
-    with pytest.raises(ConnectionError, match="was given up"):
-        waits[1](no_check)
+    later = threaded.start_sum(torch.zeros(2))
+    for wait in (waits[1], later):
+        with pytest.raises(ConnectionError, match="was given up"):
+            wait(no_check)
 
 
 def test_a_wait_that_is_given_up_ends_the_sum():
@@ -72,6 +75,30 @@ def test_a_wait_that_is_given_up_ends_the_sum():
         wait(fail)
     with pytest.raises(ConnectionError, match="was given up"):
         wait(no_check)
+
+
+def test_sums_after_the_end_of_the_thread_fail_where_they_are_waited_for():
+    plane = Plane()
+    threaded = ThreadedPlane(plane)
+    plane.go_on.release(2)
+    threaded.start_sum(torch.zeros(2))(no_check)
+    threaded_plane._end(threaded._jobs, threaded._ended, threaded._thread)  # as when the program ends
+    for _ in range(2):
+        wait = threaded.start_sum(torch.zeros(2))
+        with pytest.raises(ConnectionError, match="the thread that sums gradients has ended"):
+            wait(no_check)
+    assert len(plane.threads) == 1
+
+
+def test_a_thread_that_can_not_start_leaves_no_sum_that_waits(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    threaded = ThreadedPlane(Plane())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threaded.start_sum(torch.zeros(2))
 
 
 def test_a_dropped_plane_ends_its_thread():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchstrategy as ts
-from torchstrategy.collectives import process_group
+from torchstrategy.collectives import record_group
 from torchstrategy.testing.faults import Fault
 
 
@@ -36,7 +36,7 @@ def sum_of_ones(deadline_s: float | None = None) -> float:
 def stop_before_connections(deadline_s: float) -> None:
     """Make a strategy; rank 0, which keeps the store, is stopped once all have met."""
     if rank() == 0:
-        process_group.connect_records = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        record_group.connect_records = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     make_strategy(deadline_s=deadline_s)
 
 

@@ -328,8 +328,9 @@ def _wait_in_slices(work: Any, check: Check) -> None:
             work.wait(_POLL)
             return
         except RuntimeError as error:
-            # An error that comes before the slice is over is no time-out.
-            if work.is_completed() or time.monotonic() - start < _POLL.total_seconds() / 2:
+            # An error that comes before the slice is over is no time-out. A later one may be: what was completed just
+            # after it says at once in the next slice how it ended.
+            if time.monotonic() - start < _POLL.total_seconds() / 2:
                 raise ConnectionError(str(error)) from error
 
 

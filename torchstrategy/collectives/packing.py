@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 __all__ = [
+    "as_bytes",
+    "group_by_layout",
     "in_format_of",
     "in_memory_order",
     "memory_order",
@@ -16,6 +18,7 @@ __all__ = [
     "plan_buckets",
     "split_into_packs",
     "unpack",
+    "unpack_copies",
 ]
 
 
@@ -52,6 +55,19 @@ def unpack(flat: Tensor, like: Sequence[Tensor], *, keep_formats: bool = False) 
     if keep_formats:
         views = [in_memory_order(view, memory_order(tensor)) for view, tensor in zip(views, like, strict=True)]
     return views
+
+
+def unpack_copies(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a buffer, in the shapes and dtypes of ``like`` and in memory of their own.
+
+    Views would make changes in place an error where gradients are recorded.
+    """
+    return [part.to(tensor.dtype, copy=True) for part, tensor in zip(unpack(flat, like), like, strict=True)]
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a buffer, because not every backend knows every dtype; XLA does, but has no such views."""
+    return flat if flat.device.type == "xla" else flat.view(torch.uint8)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -108,6 +124,18 @@ def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[int]
         members.append(index)
         open_buckets[key] = (members, filled + size)
     return buckets
+
+
+def group_by_layout(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, list[int]]]:
+    """Group the positions of tensors by dtype, device and whether they are sparse, each group in order of first use.
+
+    Returns:
+        For each group the dtype and the positions, the same on all ranks for tensors of the same signatures.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device, tensor.is_sparse), []).append(index)
+    return [(dtype, indices) for (dtype, _, _), indices in groups.items()]
 
 
 def split_into_packs(count: int, num_packs: int) -> list[range]:

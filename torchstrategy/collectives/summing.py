@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchstrategy.collectives.packing import unpack_copies
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["as_addable", "is_addable", "sum_in_order"]
+__all__ = ["as_addable", "is_addable", "sum_columns", "sum_in_order"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _ADDABLE = {
@@ -52,3 +53,19 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part
+
+
+def sum_columns(columns: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of what each rank has packed, in memory of their own.
+
+    Args:
+        columns: one flat buffer of each rank, of one dtype on the CPU.
+        like: tensors of the packed ones' shapes and dtype.
+    """
+    if len(like) == 1:
+        summed = torch.empty(like[0].shape, dtype=like[0].dtype)
+        sum_in_order(columns, summed.view(-1))
+        return [summed]
+    flat = torch.empty_like(columns[0])
+    sum_in_order(columns, flat)
+    return unpack_copies(flat, like)

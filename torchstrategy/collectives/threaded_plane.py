@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import threading
 import weakref
@@ -26,8 +27,9 @@ _Job = tuple[Tensor, "Future[None]"]
 class ThreadedPlane:
     """Carries out a plane's sums in a thread, in the order in which they are started.
 
-    The thread never decides by itself that a wait is over: whoever waits for a result does, and ends the thread. It
-    begins with the first sum, and ends when this object is dropped or the program ends.
+    The thread never decides by itself that a wait is over: whoever waits for a result does, and gives up all sums. It
+    begins with the first sum, and ends when this object is dropped or the program ends. After one sum has failed, or
+    the thread has ended, later ones fail where they are waited for: the ranks are no longer at the same one.
 
     Args:
         plane: what moves the data; nobody else may use it while a sum has not been waited for.
@@ -55,25 +57,29 @@ class ThreadedPlane:
     def _begin(self) -> None:
         is_ready = threading.Event()
         arguments = (self._plane, self._jobs, self._ended, is_ready)
-        self._thread = threading.Thread(target=_work, args=arguments, name="torchstrategy-sums", daemon=True)
+        thread = threading.Thread(target=_work, args=arguments, name="torchstrategy-sums", daemon=True)
         num_threads = torch.get_num_threads()
-        self._thread.start()
+        thread.start()
         is_ready.wait()
         torch.set_num_threads(num_threads)  # what the thread has set for itself would count for later threads, too
-        weakref.finalize(self, _end, self._jobs, self._ended, self._thread)
+        weakref.finalize(self, _end, self._jobs, self._ended, thread)
+        self._thread = thread
 
     def _wait(self, result: Future[None], check: Check) -> None:
         try:
             while True:
                 check()
-                try:
-                    return result.result(_POLL_S)
-                except TimeoutError:
-                    if result.done():
-                        raise
+                if concurrent.futures.wait([result], _POLL_S).done:
+                    return result.result()
+                if self._has_no_thread() and not result.done():
+                    raise ConnectionError("the thread that sums gradients has ended, as it does with the program")
         except BaseException:
             self._ended.set()  # what has not been summed never will be
             raise
+
+    def _has_no_thread(self) -> bool:
+        """Say so after the program's end has begun, and in a process that was forked off."""
+        return self._thread is None or not self._thread.is_alive()
 
 
 def _work(plane: SumPlane, jobs: SimpleQueue[_Job | None], ended: threading.Event, is_ready: threading.Event) -> None:

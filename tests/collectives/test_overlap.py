@@ -1,0 +1,45 @@
+"""Where sums of gradients begin during ``backward``, and what carries them then."""
+
+import pytest
+
+from torchstrategy.collectives.compression import NarrowPlane
+from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, NcclPlane
+from torchstrategy.collectives.routes import Routes, planes_during_backward, wants_overlap
+from torchstrategy.collectives.threaded_plane import ThreadedPlane
+from torchstrategy.options import PowerSGD
+
+GLOO, NCCL = C10dPlane(None, "gloo"), NcclPlane(None, "NCCL")
+
+
+def routes_over(plane, network="gloo", **accelerators):
+    return Routes(plane, plane, network=network, accelerators=accelerators)
+
+
+@pytest.mark.parametrize(
+    ("asked", "compression", "network", "expected"),
+    [
+        (None, None, "gloo", True),
+        (None, None, "NCCL", True),
+        (None, "bf16", "gloo", True),
+        (None, None, "", False),  # shared memory
+        (True, None, "", True),
+        (False, None, "gloo", False),
+        (True, PowerSGD(), "gloo", False),
+        (True, None, "'mympi'", False),
+        (True, None, "'gloo'", False),  # a way of the user's may have any name
+    ],
+)
+def test_who_asks_for_it_gets_it_where_it_is_possible(asked, compression, network, expected):
+    assert wants_overlap(asked, compression, routes_over(GLOO, network)) is expected
+
+
+def test_gloo_and_nccl_work_by_themselves_and_other_planes_in_a_thread():
+    assert planes_during_backward(routes_over(GLOO, "NCCL", cuda=NCCL)) == {"cpu": GLOO, "cuda": NCCL}
+    for plane in (HierarchicalPlane([0, 1], 0, None, GLOO), NarrowPlane(GLOO, 2, "bf16")):
+        (made,) = planes_during_backward(routes_over(plane)).values()
+        assert isinstance(made, ThreadedPlane)
+
+
+@pytest.mark.parametrize("accelerators", [{}, {"cuda": NarrowPlane(NCCL, 2, "bf16")}], ids=["gloo", "NCCL as bf16"])
+def test_gradients_on_gpus_wait_for_the_step_unless_nccl_carries_them_as_they_are(accelerators):
+    assert list(planes_during_backward(routes_over(GLOO, **accelerators))) == ["cpu"]
