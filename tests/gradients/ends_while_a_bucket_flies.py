@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tests.gradients.early_programs import Job, net, strategy_of
+from tests.gradients.early_job import Job, net, strategy_of
 from torchstrategy.collectives import rendezvous
 
 

@@ -9,7 +9,9 @@ import torchstrategy as ts
 from tests.clusters import free_ports, run_programs
 from tests.gradients import early_programs as programs
 from tests.gradients.early_programs import PROGRAMS
+from tests.gradients.edit_programs import edited_late_as_on_an_accelerator
 from tests.testing.networks import network_or_skip
+from torchstrategy.gradients import early_buckets
 
 ROOT = Path(__file__).parents[2]
 ROUTES = {"shared memory": "AUTO", "gloo": "RING"}
@@ -100,6 +102,14 @@ def test_what_comes_after_a_lost_rank_is_refused(route):
     assert all("Rank 1 (replica 1) failed" in error for error in other)
 
 
+def test_overlap_that_is_asked_for_where_it_has_no_effect(process_pool):
+    for replicas, power_sgd, registered, rounded, shared_memory in process_pool(2).run(programs.warnings_about_overlap):
+        for lines in (replicas, power_sgd, registered):
+            (line,) = lines
+            assert "don't begin during `backward`: overlap=True has an effect with one replica in each process" in line
+        assert rounded == shared_memory == []
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_optimizer_that_is_dropped_while_its_sums_are_under_way(route, process_pool):
     for events, are_gone in process_pool(2).run(programs.dropped_objects, ROUTES[route]):
@@ -125,20 +135,36 @@ def test_processes_that_are_forked_while_sums_are_under_way(route, process_pool)
 
 
 def test_changes_past_the_version_counter_that_begin_late_on_an_accelerator(process_pool):
-    for taken in process_pool(2).run(programs.edited_late_as_on_an_accelerator, "AUTO"):
+    for taken in process_pool(2).run(edited_late_as_on_an_accelerator, "AUTO"):
         assert taken == [0, 0, 6, 6, 6, 6, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("size", [1, 7, 2048, 200_000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_edits_that_keep_the_sum_of_elements_are_noticed(dtype, size):
-    assert all(programs.totals_that_change(size, dtype))
+    grad = torch.randn(2, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad[1] = -grad[0]
+    edits = [
+        lambda g: g.mul_(0.5),
+        lambda g: g.neg_(),
+        lambda g: g.clamp_(-0.5, 0.5),
+        lambda g: g.copy_(g.flip(0)),
+        lambda g: g[:, -1].zero_(),
+    ]
+    for edit in edits:
+        edited = grad.clone()
+        edit(edited)
+        assert not early_buckets._equal(early_buckets._totals([grad, None]), early_buckets._totals([edited, None]))
 
 
 @pytest.mark.parametrize(
     ("route", "compression", "hosts"),
-    [("shared memory", "", "0,0"), ("gloo", "", "0,0"), ("gloo", "bf16", "0,0"), ("shared memory", "", "0,1,1")],
-    ids=["shared memory", "gloo", "gloo as bf16", "two hosts"],
+    [
+        pytest.param("shared memory", "", "0,0", id="shared memory"),
+        pytest.param("gloo", "", "0,0", id="gloo"),
+        pytest.param("gloo", "bf16", "0,0", id="gloo as bf16", marks=pytest.mark.slow),
+        pytest.param("shared memory", "", "0,1,1", id="two hosts", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_can_end_while_its_sums_are_under_way(route, compression, hosts, tmp_path):
     ports = free_ports(1)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.collectives.groups import on_ranks
+from torchstrategy.gradients import power_sgd
 from torchstrategy.gradients.power_sgd import LowRankSums
 from torchstrategy.options import PowerSGD
 
@@ -36,8 +37,11 @@ class Ranks:
     def make_parameters(self, shapes, dtype=torch.float64):
         self.parameters = [[nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes] for _ in self.sums]
 
-    def step(self, gradients, indices=None):
-        """Sum gradients ``[rank][parameter]`` of the parameters at ``indices``; all ranks get the same bits."""
+    def step(self, gradients, indices=None, apart=0.0):
+        """Sum gradients ``[rank][parameter]`` of the parameters at ``indices``; all ranks get the same bits.
+
+        Unless they may be ``apart``.
+        """
         indices = list(range(len(gradients[0]))) if indices is None else indices
 
         def run(rank):
@@ -47,7 +51,7 @@ class Ranks:
         with torch.no_grad():
             found = on_ranks(self.size, run)
         for other in found[1:]:
-            assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(found[0], other, strict=True))
+            torch.testing.assert_close(other, found[0], rtol=0, atol=apart, equal_nan=True)
         assert [total.shape for total in found[0]] == [grad.shape for grad in gradients[0]]
         return found[0]
 
@@ -246,6 +250,21 @@ def test_small_numbers_do_not_vanish():
         found = ranks.step(rows)[0]
         assert torch.isfinite(found).all()
         assert float(found.double().norm()) > 0.3 * float((rows[0][0] + rows[1][0]).double().norm())
+
+
+def test_ranks_that_round_differently_are_no_further_apart_with_each_sum(monkeypatch):
+    """As processors of several kinds do: the next power step begins with a sum, which has the same bits everywhere."""
+    ranks = Ranks(3, PowerSGD(2, start_after=0))
+    ranks.make_parameters([(20, 30)], torch.float32)
+    exact = power_sgd._orthonormal
+
+    def rounded(left):
+        basis = exact(left)
+        return basis * (1 + 2.0**-23 * torch.randint(-1, 2, basis.shape))
+
+    monkeypatch.setattr(power_sgd, "_orthonormal", rounded)
+    for step in range(40):
+        ranks.step(gradients_of(3, [(20, 30)], step, torch.float32), apart=1e-5)
 
 
 def test_a_gradient_with_other_strides_and_one_that_is_an_expanded_number():

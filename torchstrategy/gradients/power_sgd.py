@@ -4,6 +4,10 @@ With matrices ``M`` of all processes, each its gradient plus what earlier sums l
 method is ``P = sum(M) Q``, ``P`` made orthonormal, ``R = sum(M)^T P``. ``P R^T`` stands for the sum, and the next step
 begins with ``Q = R``. ``P`` and ``R`` are sums of what each process computes by itself, so only they travel, and the
 result is that of one process with the sum of the matrices. Each process keeps ``M - P (M^T P)^T`` for its next sum.
+
+Each process computes the orthonormal ``P`` and the product ``P R^T`` by itself, from the same bits. Processors of
+several kinds may round them differently, and replicas drift apart in their last bits; sending rank 0's ``P`` would not
+help, because of the product. It does not get worse from sum to sum: the next one begins with ``R``, which is a sum.
 """
 
 from __future__ import annotations
