@@ -3,13 +3,18 @@
 After an intended change, write the new list with ``python tests/test_public_api.py`` and review its diff.
 """
 
+import ast
 import enum
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import torchstrategy
 
 PUBLIC_API = Path(__file__).with_name("public_api.txt")
 DOCS_API = Path(__file__).parents[1] / "docs" / "api"
@@ -143,9 +148,29 @@ def test_every_public_name_is_on_an_api_page(name):
     pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS_API.glob("*.md"))
     assert re.search(rf"automodule:: {re.escape(name)}$", pages, re.MULTILINE)
     module = importlib.import_module(name)
-    # autodoc lists what stands in the module; what the module provides on demand must be named on the page.
-    lazy = [n for n in module.__all__ if n not in vars(module) or hasattr(module, "__getattr__")]
+    # autodoc lists what `dir` tells; what the module provides on demand without telling must be named on the page.
+    is_silent = "__getattr__" in vars(module) and "__dir__" not in vars(module)
+    lazy = [n for n in module.__all__ if is_silent or n not in dir(module)]
     assert [n for n in lazy if not re.search(rf"auto\w+:: {re.escape(name)}\.{n}$", pages, re.MULTILINE)] == []
+
+
+def test_what_a_program_does_not_use_is_not_imported():
+    program = """
+import sys, torchstrategy as ts
+ts.MirroredStrategy(["cpu:0", "cpu:1"])
+print(sorted(name for name in sys.modules if name.startswith("torchstrategy.") and name.count(".") == 1))
+print("Model" in dir(ts), ts.Model.__name__, "torchstrategy.training" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    imported, later = done.stdout.strip().splitlines()
+    heavy = {"training", "callbacks", "estimator", "parameter_server", "coordinator", "checkpoint", "spmd", "testing"}
+    assert not {f"torchstrategy.{name}" for name in heavy} & set(ast.literal_eval(imported))
+    assert later == "True Model True"
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'torchstrategy' has no attribute 'Modell'"):
+        torchstrategy.Modell  # noqa: B018
 
 
 if __name__ == "__main__":

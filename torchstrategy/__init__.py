@@ -1,38 +1,17 @@
 """tf.distribute for PyTorch: one training program, any number of replicas."""
 
-from torchstrategy import (
-    callbacks,
-    cluster_resolver,
-    compat,
-    config,
-    coordinator,
-    data,
-    errors,
-    estimator,
-    experimental,
-    feature_column,
-    losses,
-    metrics,
-    models,
-    nn,
-    optimizers,
-    regularizers,
-    summary,
-    testing,
-    tpu,
-    train,
-    utils,
-)
+from __future__ import annotations
+
+import importlib
+import typing
+
+from torchstrategy import errors, nn
 from torchstrategy.collectives.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from torchstrategy.data.context import InputContext
-from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
-from torchstrategy.functions import function
-from torchstrategy.layer_losses import add_loss, losses_of, regularize
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
 from torchstrategy.options import (
     InputOptions,
@@ -43,10 +22,6 @@ from torchstrategy.options import (
     VariableSynchronization,
 )
 from torchstrategy.replica_context import ReplicaContext
-from torchstrategy.replicas.distributed_variables import MirroredVariable
-from torchstrategy.replicas.on_read import SyncOnReadVariable
-from torchstrategy.replicas.variables import Variable
-from torchstrategy.server import Server
 from torchstrategy.strategies.default import (
     experimental_set_strategy,
     get_replica_context,
@@ -55,15 +30,46 @@ from torchstrategy.strategies.default import (
     in_cross_replica_context,
 )
 from torchstrategy.strategies.mirrored import MirroredStrategy
-from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
-from torchstrategy.strategies.parameter_server import ParameterServerStrategy
-from torchstrategy.strategies.tpu import TPUStrategy
 from torchstrategy.strategy import Strategy
-from torchstrategy.training.model import Model
-from torchstrategy.training.sidecar import SidecarEvaluator
 from torchstrategy.values import DistributedValues, Mirrored, PerReplica
 from torchstrategy.version import __version__
+
+if typing.TYPE_CHECKING:
+    from torchstrategy import (
+        callbacks,
+        cluster_resolver,
+        compat,
+        config,
+        coordinator,
+        data,
+        estimator,
+        experimental,
+        feature_column,
+        losses,
+        metrics,
+        models,
+        optimizers,
+        regularizers,
+        summary,
+        testing,
+        tpu,
+        train,
+        utils,
+    )
+    from torchstrategy.data.context import InputContext
+    from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
+    from torchstrategy.functions import function
+    from torchstrategy.layer_losses import add_loss, losses_of, regularize
+    from torchstrategy.replicas.distributed_variables import MirroredVariable
+    from torchstrategy.replicas.on_read import SyncOnReadVariable
+    from torchstrategy.replicas.variables import Variable
+    from torchstrategy.server import Server
+    from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+    from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+    from torchstrategy.strategies.tpu import TPUStrategy
+    from torchstrategy.training.model import Model
+    from torchstrategy.training.sidecar import SidecarEvaluator
 
 __all__ = [
     "CrossDeviceOps",
@@ -129,3 +135,57 @@ __all__ = [
     "train",
     "utils",
 ]
+
+#: Where the names are that are imported when they are first used. Few programs need many of them, and all together take
+#: 8 MB of each process and as long to import as the rest.
+_LATER = {
+    "DistributedDataset": "torchstrategy.data.dataset",
+    "DistributedIterator": "torchstrategy.data.dataset",
+    "InputContext": "torchstrategy.data.context",
+    "MirroredVariable": "torchstrategy.replicas.distributed_variables",
+    "Model": "torchstrategy.training.model",
+    "MultiWorkerMirroredStrategy": "torchstrategy.strategies.multi_worker",
+    "ParameterServerStrategy": "torchstrategy.strategies.parameter_server",
+    "Server": "torchstrategy.server",
+    "SidecarEvaluator": "torchstrategy.training.sidecar",
+    "SyncOnReadVariable": "torchstrategy.replicas.on_read",
+    "TPUStrategy": "torchstrategy.strategies.tpu",
+    "Variable": "torchstrategy.replicas.variables",
+    "add_loss": "torchstrategy.layer_losses",
+    "callbacks": "torchstrategy.callbacks",
+    "cluster_resolver": "torchstrategy.cluster_resolver",
+    "compat": "torchstrategy.compat",
+    "config": "torchstrategy.config",
+    "coordinator": "torchstrategy.coordinator",
+    "data": "torchstrategy.data",
+    "estimator": "torchstrategy.estimator",
+    "experimental": "torchstrategy.experimental",
+    "feature_column": "torchstrategy.feature_column",
+    "function": "torchstrategy.functions",
+    "losses": "torchstrategy.losses",
+    "losses_of": "torchstrategy.layer_losses",
+    "metrics": "torchstrategy.metrics",
+    "models": "torchstrategy.models",
+    "optimizers": "torchstrategy.optimizers",
+    "regularize": "torchstrategy.layer_losses",
+    "regularizers": "torchstrategy.regularizers",
+    "summary": "torchstrategy.summary",
+    "testing": "torchstrategy.testing",
+    "tpu": "torchstrategy.tpu",
+    "train": "torchstrategy.train",
+    "utils": "torchstrategy.utils",
+}
+
+if not typing.TYPE_CHECKING:  # for type checkers there are the names above and no others
+
+    def __getattr__(name: str) -> typing.Any:
+        home = _LATER.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(home)
+        value = module if home == f"{__name__}.{name}" else getattr(module, name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

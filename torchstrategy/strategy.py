@@ -494,13 +494,7 @@ class Strategy:
 
     def _check_can_enter(self) -> None:
         """Raise unless a scope of this strategy may open here."""
-        frame = current_frame()
-        if frame is None:
-            return
-        if frame.replica_context is not None:
-            raise RuntimeError(_CROSS_REPLICA)
-        if frame.strategy is not self:
-            _mixing(frame.strategy, self)
+        self._require_cross_replica()
 
     def _in_replica_context(self) -> bool:
         """Say whether one of this strategy's replica functions is running on this thread."""

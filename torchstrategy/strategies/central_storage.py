@@ -51,7 +51,8 @@ class CentralStorageStrategy(Strategy):
             if there is only one replica in all, and the CPU otherwise.
         communication_options: how gradients travel between processes.
         concurrent: run this process's replicas at the same time instead of in turns, each with its share
-            of torch's threads. Random numbers are then not reproducible on CPU.
+            of torch's threads. Results are the same. On the CPU, memory that is freed is then kept, see
+            `ts.utils.keep_freed_memory`.
         check_every: number of runs between two searches for diverging replicas.
 
     Raises:

@@ -32,7 +32,8 @@ class MirroredStrategy(Strategy):
             ``ReductionToOneDevice`` otherwise.
         communication_options: how gradients travel between processes.
         concurrent: run this process's replicas at the same time instead of in turns, each with its share of torch's
-            threads. Random numbers are then not reproducible on CPU.
+            threads. Results are the same. On the CPU, memory that is freed is then kept, see
+            `ts.utils.keep_freed_memory`.
         check_every: number of runs between two searches for diverging replicas in one process.
 
     Raises:

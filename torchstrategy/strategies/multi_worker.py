@@ -40,7 +40,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: how the replicas of one worker combine tensors; ``None`` means NCCL for GPUs and
             ``ReductionToOneDevice`` otherwise.
         concurrent: run this worker's replicas at the same time instead of in turns, each with its share
-            of torch's threads. Random numbers are then not reproducible on CPU.
+            of torch's threads. Results are the same. On the CPU, memory that is freed is then kept, see
+            `ts.utils.keep_freed_memory`.
         check_every: number of runs between two searches for diverging replicas.
 
     Raises:

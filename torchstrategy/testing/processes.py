@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -319,6 +320,7 @@ def _serve(connection: Connection, environment: dict[str, str], host: Host | Non
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # the first run of each strategy collects garbage, and what was imported is none
     try:
         connection.send("ready")
         while (call := _next_call(connection)) is not None:
