@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import checks
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import profiles
@@ -37,6 +38,7 @@ from training_steps import ALONE, CONCURRENT, OURS, PACKAGES, PEERS, PLAIN, TURN
 import torchstrategy as ts
 
 CONF = Path(__file__).parents[1] / "conf"
+SETTING = {"channels_last", "models", "optimizer", "environ"}  # what one of them has
 Options = dict[str, Any]
 Times = dict[str, list[float]]
 
@@ -44,9 +46,9 @@ Times = dict[str, list[float]]
 @hydra.main(config_path="../conf", config_name="benchmark", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Time every part, print its tables, and write them to tables.md and all figures to results.json."""
+    options = check(OmegaConf.to_container(config, resolve=True))
     logging.disable(logging.INFO)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    options = check(OmegaConf.to_container(config, resolve=True))
     results = {"options": options, "versions": versions(options, folder), "load_before": os.getloadavg()[0]}
     tables = [headline(results)]
     print(tables[0])
@@ -67,16 +69,25 @@ def check(options: Options) -> Options:
     """Return the options with the models' descriptions in place of their names.
 
     Raises:
-        ValueError: there is no such part or model, or TensorFlow's side does not have the optimizer.
+        ValueError: one is wrong, or TensorFlow's side does not have the optimizer.
     """
-    for key in ("parts", "models"):
-        if isinstance(options[key], str):
-            raise ValueError(f"{key} must be a list, such as '{key}=[{options[key]}]'. Received: {options[key]!r}")
-    if unknown := set(options["parts"]) - set(TIMERS):
-        raise ValueError(f"parts must be of {list(TIMERS)}. Received: {sorted(unknown)}")
     known = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem != "clicks")
-    if unknown := {*options["models"], options["scaling"]["model"]} - set(known):
-        raise ValueError(f"models must be of {known}. Received: {sorted(unknown)}")
+    checks.choices(options, "parts", TIMERS)
+    checks.choices(options, "models", known)
+    checks.choice(options, "scaling.model", known)
+    checks.integers(options, "replicas", "threads", "batch_size", "starts", "pairs", "fewest_steps")
+    checks.integers(options, "run.calls", "run.steps", "collectives.floats_of_a_size", "collectives.fewest")
+    checks.integers(options, "collectives.most", "collectives.largest_message")
+    checks.positive_numbers(options, "block_s")
+    checks.lists_of_integers(options, "scaling.replicas", "collectives.sizes")
+    checks.lists_of_integers(options, "collectives.processes", least=2)
+    checks.profile(options)
+    for name, setting in {"default": None, **options["settings"]}.items():
+        if not isinstance(setting, dict) or set(setting) != SETTING:
+            raise ValueError(
+                f"settings must have `default`, which all parts use, and each of them {sorted(SETTING)}. Received: "
+                f"{name}: {setting!r}"
+            )
     if options["tensorflow"] and options["optimizer"]["_target_"] != "torch.optim.Adam":
         raise ValueError("With tensorflow=... the optimizer must be adam, because TensorFlow's side has no other one.")
     names = dict.fromkeys([*options["models"], options["scaling"]["model"]])
@@ -137,7 +148,7 @@ def case_of(options: Options, model: str, num_replicas: int, setting: str = "def
     """Return what a host's processes are told to do."""
     chosen = options["settings"][setting]
     return {
-        "model": options["described"][model],
+        "model": {**options["described"][model], **chosen["models"].get(model, {})},
         "optimizer": {**options["optimizer"], **chosen["optimizer"]},
         "channels_last": chosen["channels_last"],
         "environ": chosen["environ"],
@@ -291,7 +302,7 @@ def time_all_collectives(options: Options, folder: Path) -> dict[str, Any]:
 def trace(options: Options, folder: Path) -> None:
     """Record some steps of ours in processes, apart from all that is timed."""
     for model in options["models"]:
-        case = {**case_of(options, model, options["replicas"]), "threads": options["threads"], "profile": True}
+        case = {**case_of(options, model, options["replicas"]), "threads": options["threads"]}
         case |= {"profile_steps": options["profile_steps"], "folder": str(folder / model)}
         print(f"\n{model}, {OURS}, {options['replicas']} processes")
         launch(options["replicas"], trace_in_worker, case)
@@ -303,9 +314,7 @@ def trace_in_worker(case: Options) -> None:
     torch.set_num_threads(case["threads"])
     strategy = ts.MirroredStrategy(["cpu:0"])
     step = ours(make_work(case), strategy).step
-    profile = profiles.Profile(OmegaConf.create(case), Path(case["folder"]), strategy)
-    for _ in profile.steps(range(sum(case["profile_steps"].values()))):
-        step()
+    profiles.record_calls(step, case["profile_steps"], Path(case["folder"]), strategy)
 
 
 TIMERS: dict[str, Callable[[Options, Path], Any]] = {

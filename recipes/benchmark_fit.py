@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import checks
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import numpy as np
@@ -32,6 +33,7 @@ from torch import Tensor, distributed, nn
 
 import torchstrategy as ts
 
+MODELS = ("conv_net", "mlp")
 FIT, LOOP, PLAIN = "fit", "loop", "plain PyTorch"
 LAYOUTS = {"1 replica": 1, "2 replicas in 1 process": 2, "2 processes": 2}  # and the number of replicas
 OURS = "this library"
@@ -48,8 +50,13 @@ Seconds = dict[str, list[float]]
 @hydra.main(config_path="../conf", config_name="benchmark_fit", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Time everything, print two tables and write all figures to results.json."""
-    run_path = Path(HydraConfig.get().runtime.output_dir)
     options = OmegaConf.to_container(config)
+    checks.choices(options, "models", MODELS)
+    checks.choices(options, "layouts", LAYOUTS)
+    checks.integers(options, "starts", "pairs", "examples", "batch_size", "threads")
+    checks.flags(options, "quick")
+    checks.profile(options)
+    run_path = Path(HydraConfig.get().runtime.output_dir)
     if config.quick:
         options |= {"starts": 1, "pairs": 3}
     torch.set_num_threads(config.threads)
@@ -113,9 +120,9 @@ def time_overhead(options: dict[str, Any]) -> dict[str, Seconds]:
         sides = {name: makers[name]() for name in order}
         found[model] = take_turns(sides, options["pairs"], wait)
         if options["profile"] and options["number"] == 0:  # apart from what is timed
-            folder = Path(options["folder"]) / f"{model}_{layout}".replace(" ", "_")
-            profile = profiles.Profile(OmegaConf.create(options), folder, strategy)
-            sides[FIT](callbacks=[profiles.ProfileCallback(profile)])
+            folder = profiles.case_path(Path(options["folder"]), model, layout)
+            with profiles.Profile(options, folder, strategy) as profile:
+                sides[FIT](callbacks=[profiles.ProfileCallback(profile)])
     if layout == "2 processes":
         distributed.destroy_process_group()
     return found

@@ -5,27 +5,29 @@ Each of ours is timed in turns with what it is compared to, one epoch each, insi
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import checks
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import matplotlib as mpl
 import numpy as np
+import profiles
 import torch
 from comparisons import bootstrap_median_ratio
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from peers import launch
 from reports import COLORS
 from torch import Tensor, distributed
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -77,13 +79,17 @@ class ImageFiles(IterableDataset[tuple[Tensor, int]]):
 @hydra.main(config_path="../conf", config_name="benchmark_input", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Measure everything in one run; print tables, write results.json and rates.png."""
-    run_path = Path(HydraConfig.get().runtime.output_dir)
+    checks.integers(config, "num_examples", "pairs", "memory_epochs", "overlap_repeats")
+    checks.integers(config, "num_files", least=NUM_REPLICAS)
+    checks.integers(config, "overlap_workers", least=0)
+    checks.lists_of_integers(config, "batch_sizes")
+    checks.lists_of_integers(config, "num_workers", least=0)
+    checks.profile(config)
+    run_path = Path(HydraConfig.get().runtime.output_dir).absolute()
     write_files(run_path / "files", config)
     torch.set_num_threads(1)
-    rates = time_one_process(str(run_path / "files"), config)
-    address = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    launch = LaunchConfig(1, 1, NUM_REPLICAS, run_id=uuid.uuid4().hex, **address)
-    rates |= elastic_launch(launch, time_in_worker)(str(run_path / "files"), config)[0]  # every epoch waits for both
+    rates = time_cases(make_cases(local_strategies(), run_path, config), config)
+    rates |= launch(NUM_REPLICAS, time_in_worker, (run_path, config))  # every epoch waits for both
     memory = measure_memory(config)
     overlap = measure_overlap(config)
 
@@ -103,36 +109,61 @@ def main(config: DictConfig) -> None:
     draw_ratios(rates).savefig(run_path / "rates.png")
     results = {"epoch_s": rates, "peak_mb": memory, "step_ms": overlap}
     (run_path / "results.json").write_text(json.dumps(results, indent=1))
+    if config.profile:  # apart from what is timed
+        trace(local_strategies(), run_path, config)
+        launch(NUM_REPLICAS, trace_in_worker, (run_path, config))
     print(f"Wrote {run_path / 'results.json'} and rates.png")
 
 
 # --- what is compared
 
 
-def time_one_process(files: str, config: DictConfig) -> dict[str, Any]:
-    """Time what one process reads, for one replica and for two that share the process."""
-    strategies = {f"{n} replica{'s' * (n > 1)}": ts.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2)}
-    return time_cases(make_cases(strategies, files, config), config)
+def local_strategies() -> dict[str, ts.Strategy]:
+    """Return the strategies of one process: for one replica, and for two that share it."""
+    return {f"{n} replica{'s' * (n > 1)}": ts.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2)}
 
 
-def time_in_worker(files: str, config: DictConfig) -> dict[str, Any]:
-    """Time what two processes read together, in one of those that torch's launcher started."""
+def join_strategy() -> dict[str, ts.Strategy]:
+    """Return the strategy of one of the processes that read together."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
-    cases = make_cases({f"{NUM_REPLICAS} processes": ts.MirroredStrategy(["cpu:0"])}, files, config)
-    rates = time_cases(cases, config, wait_for_others=distributed.barrier)
+    return {f"{NUM_REPLICAS} processes": ts.MirroredStrategy(["cpu:0"])}
+
+
+def time_in_worker(work: tuple[Path, DictConfig]) -> dict[str, Any]:
+    """Time what two processes read together, in one of those that torch's launcher started."""
+    rates = time_cases(make_cases(join_strategy(), *work), work[1], wait_for_others=distributed.barrier)
     distributed.destroy_process_group()
     return rates
 
 
-def make_cases(strategies: dict[str, ts.Strategy], files: str, config: DictConfig) -> Iterator[Case]:
+def trace_in_worker(work: tuple[Path, DictConfig]) -> None:
+    """Record what two processes read together, in one of them."""
+    trace(join_strategy(), *work)
+    distributed.destroy_process_group()
+
+
+def trace(strategies: dict[str, ts.Strategy], run_path: Path, config: DictConfig) -> None:
+    """Record some batches of each way of ours, of the first batch size."""
+    config = OmegaConf.merge(config, {"batch_sizes": config.batch_sizes[:1]})
+    for case in make_cases(strategies, run_path, config):
+        for way, dataset in case.ours.items():
+            if strategies[way].is_chief:
+                print(f"\n{case.name}, {way}", flush=True)
+            epochs = itertools.chain.from_iterable(itertools.repeat(dataset))
+            batches = itertools.islice(epochs, sum(config.profile_steps.values()))
+            with profiles.Profile(config, profiles.case_path(run_path, case.name, way), strategies[way]) as profile:
+                read_all(profile.steps(batches))
+
+
+def make_cases(strategies: dict[str, ts.Strategy], run_path: Path, config: DictConfig) -> Iterator[Case]:
     """Build every comparison for this process and, if there are several, for its part of the work."""
     for batch_size in config.batch_sizes:
         for num_workers in config.num_workers:
             yield loader_case(strategies, batch_size, num_workers, config)
         yield array_case(strategies, batch_size, config)
         yield pipeline_case(strategies, batch_size, config)
-        yield file_case(strategies, batch_size, files)
+        yield file_case(strategies, batch_size, run_path / "files")
 
 
 def loader_case(strategies: dict[str, ts.Strategy], batch_size: int, num_workers: int, config: DictConfig) -> Case:
@@ -163,9 +194,9 @@ def pipeline_case(strategies: dict[str, ts.Strategy], batch_size: int, config: D
     return Case(f"ts.data.Dataset, shuffled, batch {batch_size}", loader, ours)
 
 
-def file_case(strategies: dict[str, ts.Strategy], batch_size: int, files: str) -> Case:
+def file_case(strategies: dict[str, ts.Strategy], batch_size: int, folder: Path) -> Case:
     """Files of images, each process its own, read one after the other."""
-    paths = sorted(map(str, Path(files).iterdir()))
+    paths = sorted(map(str, folder.iterdir()))
     rank, size = process()
     pipeline = ts.data.Dataset.from_files(paths, read_images).batch(batch_size * size)
     loader = DataLoader(ImageFiles(paths[rank::size]), batch_size)

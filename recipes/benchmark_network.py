@@ -11,21 +11,23 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import checks
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import numpy as np
+import profiles
 from hydra.core.hydra_config import HydraConfig
 from network_model import Costs, fit
 from network_report import hosts_table, model_table, steps_table
 from network_steps import WAYS
 from omegaconf import DictConfig, OmegaConf
 from peers import Peer
-from slow_network import Link, SlowNetwork
+from slow_network import MOST_HOSTS, Link, SlowNetwork
 from training_steps import ALONE, OURS, PACKAGES
 
 FAST = Link(mbit=10_000, delay_ms=0)  # while models are made
@@ -36,10 +38,9 @@ Figures = dict[str, list[float]]
 @hydra.main(config_path="../conf", config_name="benchmark_network", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Time every way over every link; print the tables, and write them and all figures into the run's folder."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
     options = OmegaConf.to_container(config, resolve=True)
-    links = [Link(**link) for link in options["links"]]
-    ways = choose_ways(options["ways"])
+    links, ways = check(options)
+    folder = Path(HydraConfig.get().runtime.output_dir).absolute()
     results: dict[str, Any] = {"options": options, "links": []}
     tables = [f"{options['hosts']} hosts of one replica each"]
     medians = {}
@@ -58,7 +59,11 @@ def main(config: DictConfig) -> None:
             tables.append(steps_table(link, times, sent))
             print(f"\n{tables[-1]}", flush=True)
             write(folder, results, tables)
-    if 2 <= options["fitted_links"] <= len(links):
+        if options["profile"]:  # apart from what is timed
+            network.change(links[0])
+            for way in of_ours(ways):
+                trace(peers, way, links[0], folder)
+    if options["fitted_links"] <= len(links):
         results["compute_s"] = compute = {
             part: [seconds for one in first for seconds in one["compute"][part]] for part in first[0]["compute"]
         }
@@ -69,8 +74,8 @@ def main(config: DictConfig) -> None:
         write(folder, results, tables)
     else:
         print(
-            f"\nNo model of the step time: it is fitted to the first fitted_links={options['fitted_links']} links, at "
-            f"least 2. There were {len(links)}."
+            f"\nNo model of the step time: it is fitted to the first fitted_links={options['fitted_links']} links. "
+            "There was 1."
         )
     print(f"\nWrote results.json and tables.md in {folder}")
 
@@ -81,18 +86,51 @@ def write(folder: Path, results: dict[str, Any], tables: Sequence[str]) -> None:
     (folder / "tables.md").write_text("\n\n".join(tables) + "\n")
 
 
-def choose_ways(names: Sequence[str] | None) -> list[str]:
-    """Return the ways to compare: those that are asked for and one replica alone, without what is not installed.
+def check(options: dict[str, Any]) -> tuple[list[Link], list[str]]:
+    """Return the links and the ways to compare: those that are asked for and one replica alone, as far as installed.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: an option is wrong.
     """
-    if isinstance(names, str):
-        raise ValueError(f"ways must be a list, such as 'ways=[{names}]'. Received: {names!r}")
-    if unknown := set(names or ()) - set(WAYS):
-        raise ValueError(f"ways must be of {list(WAYS)}. Received: {sorted(unknown)}")
+    checks.integers(options, "hosts", least=2, most=MOST_HOSTS)
+    checks.integers(options, "threads", "batch_size", "rounds", "steps", "compute_steps")
+    checks.integers(options, "fitted_links", least=2)
+    checks.profile(options)
+    links = make_links(options["links"])
+    if 1 < len(links) < options["fitted_links"]:
+        raise ValueError(
+            f"fitted_links must be from 2 to the number of links, {len(links)}. Received: {options['fitted_links']}"
+        )
+    if options["ways"] is not None:
+        checks.choices(options, "ways", WAYS)
     missing = {way for way, package in PACKAGES.items() if importlib.util.find_spec(package) is None}
-    return [way for way in dict.fromkeys([ALONE, *(names or WAYS)]) if way not in missing]
+    ways = [way for way in dict.fromkeys([ALONE, *(options["ways"] or WAYS)]) if way not in missing]
+    if options["profile"] and not of_ours(ways):
+        raise ValueError(f"profile=true records this library's ways: add one to ways, of {of_ours(WAYS)}.")
+    return links, ways
+
+
+def make_links(given: Any) -> list[Link]:
+    """Return the links of the configuration.
+
+    Raises:
+        ValueError: they are not described as they should be, or one is there twice.
+    """
+    names = [field.name for field in fields(Link)]
+    if not isinstance(given, list) or not given or any(not isinstance(link, dict) for link in given):
+        raise ValueError(f"links must be a list such as [{{mbit: 200, delay_ms: 5}}]. Received: {given!r}")
+    for link in given:
+        if set(link) != set(names):
+            raise ValueError(f"Each of links has {' and '.join(names)}, no more and no less. Received: {link}")
+    links = [Link(**link) for link in given]
+    if len(set(links)) < len(links):
+        raise ValueError(f"links must differ from one another. Received: {', '.join(map(str, links))}")
+    return links
+
+
+def of_ours(ways: Iterable[str]) -> list[str]:
+    """Return those of some ways that are this library's."""
+    return [way for way in ways if way.startswith(OURS)]
 
 
 @contextlib.contextmanager
@@ -100,7 +138,7 @@ def started(options: dict[str, Any], folder: Path) -> Iterator[tuple[SlowNetwork
     """Make the network, and start a process on each of its hosts; both end with the block."""
     work = {"model": options["model"], "optimizer": options["optimizer"], "channels_last": False}
     work |= {name: options[name] for name in ("batch_size", "threads", "compute_steps")}
-    work |= {"num_replicas": options["hosts"]}
+    work |= {"num_replicas": options["hosts"], "profile_steps": options["profile_steps"]}
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(SlowNetwork(options["hosts"], FAST))
         peers = []
@@ -131,6 +169,17 @@ def train_block(peers: Sequence[Peer], way: str, num_steps: int) -> float:
     for peer in peers:
         peer.send({"way": way, "steps": num_steps})
     return max(peer.read()["seconds"] for peer in peers) / num_steps
+
+
+def trace(peers: Sequence[Peer], way: str, link: Link, folder: Path) -> None:
+    """Let all hosts record some steps of a way; print a table of their traces."""
+    path = profiles.case_path(folder, way)
+    for peer in peers:
+        peer.send({"way": way, "trace": str(path)})
+    for peer in peers:
+        peer.read()
+    print(f"\n{way}, {link}")
+    profiles.tell_of_traces(path)
 
 
 def fit_and_predict(

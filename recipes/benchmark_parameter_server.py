@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checks
 import hydra
 import numpy as np
 import profiles
@@ -39,7 +40,13 @@ Figures = dict[str, list[float]]
 @hydra.main(config_path="../conf", config_name="benchmark_parameter_server", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Time every side in each round; print medians and write all figures to results.json."""
-    work = OmegaConf.to_container(config.work)
+    options = OmegaConf.to_container(config)
+    work = options["work"]
+    checks.integers(options, "rounds", "ps", *(f"work.{name}" for name in work if name != "table"))
+    checks.lists_of_integers(options, "workers", "work.table")
+    if len(work["table"]) != 2:
+        raise ValueError(f"work.table must be [rows, columns]. Received: {work['table']}")
+    checks.profile(options)
     run_path = Path(HydraConfig.get().runtime.output_dir).absolute()
     pythons = {OURS: sys.executable} | ({TENSORFLOW: config.tensorflow} if config.tensorflow else {})
     runs = [(side, workers) for workers in config.workers for side in pythons]
@@ -54,7 +61,7 @@ def main(config: DictConfig) -> None:
     if config.profile:  # apart from what is timed
         options = {**work, "ps": config.ps, "workers": max(config.workers), "profile": True, "folder": str(run_path)}
         run_script(pythons[OURS], SCRIPTS[OURS], {**options, "profile_steps": dict(config.profile_steps)})
-        profiles.tell_of_workers(run_path)
+        profiles.tell_of_traces(run_path, "worker_*")
     if not config.tensorflow:
         print("TensorFlow's ParameterServerStrategy: not run; tensorflow=/path/to/python names one that has it.")
     results = {"limits": limits, **{f"{side}, {n} workers": rounds for (side, n), rounds in figures.items()}}

@@ -13,14 +13,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import checks
 import hydra
 import jobs  # noqa: F401 (gives the configuration ${start_time:})
 import numpy as np
+import profiles
 from comparisons import bootstrap_median_ratio
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from peers import Peer
 
+MODELS = ("conv_net", "transformer")
+RECORDED = ("loop", "fit")  # where profile=true asks for it
 TITLES = {"plain": "torch_xla by hand", "loop": "TPUStrategy, loop", "fit": "TPUStrategy, fit"}
 Start = dict[str, dict[str, Any]]
 
@@ -28,8 +32,9 @@ Start = dict[str, dict[str, Any]]
 @hydra.main(config_path="../conf", config_name="benchmark_tpu", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Time everything, print a table and write all figures to results.json."""
-    run_path = Path(HydraConfig.get().runtime.output_dir)
     options = OmegaConf.to_container(config)
+    check(options)
+    run_path = Path(HydraConfig.get().runtime.output_dir).absolute()
     if config.quick:
         options |= {"starts": 1, "pairs": 3}
     results: dict[str, Any] = {"options": options, "load_before": os.getloadavg()[0], "starts": {}}
@@ -43,18 +48,48 @@ def main(config: DictConfig) -> None:
     for model in config.models:
         for devices in config.devices:
             case = {**options, "model": model, "devices": devices}
-            starts = [time_sides(case, run_path) for _ in range(options["starts"])]
             title = f"{model}, {'all' if devices is None else devices} device{'s' * (devices != 1)}"
+            trace_path = profiles.case_path(run_path, title) if options["profile"] else None
+            starts = [time_sides(case, run_path, trace_path)]  # traces of the first one are enough
+            starts += [time_sides(case, run_path) for _ in range(1, options["starts"])]
             results["starts"][title] = starts
             print_case(title, starts, options["steps"])
+            if trace_path is not None:
+                profiles.tell_of_traces(trace_path)
     print("Python: processor time of the thread that traces, ms/step. first: seconds of the first block, in which the")
     print("programs are compiled. over it: time over that of torch_xla by hand, median of the blocks of the same turn.")
     (run_path / "results.json").write_text(json.dumps(results, indent=1))
     print(f"Wrote {run_path / 'results.json'}")
 
 
-def time_sides(options: dict[str, Any], folder: Path) -> Start:
-    """Return what each side tells of its blocks: the first one apart, as all programs are compiled in it."""
+def check(options: dict[str, Any]) -> None:
+    """Refuse options that are wrong.
+
+    Raises:
+        ValueError: one is.
+    """
+    checks.choices(options, "models", MODELS)
+    checks.integers(options, "starts", "pairs", "steps", "batch_size")
+    checks.flags(options, "quick")
+    checks.profile(options)
+    if options["devices"] != [None]:
+        checks.lists_of_integers(options, "devices")
+    needed = sum(options["profile_steps"].values())
+    if options["profile"] and options["steps"] < needed:
+        raise ValueError(
+            f"With profile=true a block is recorded: steps must be at least profile_steps.skip and record together, "
+            f"{needed}. Received: {options['steps']}"
+        )
+
+
+def time_sides(options: dict[str, Any], folder: Path, trace_path: Path | None = None) -> Start:
+    """Return what each side tells of its blocks: the first one apart, as all programs are compiled in it.
+
+    Args:
+        options: of the recipe, with one model and number of devices.
+        folder: for what the sides print.
+        trace_path: for traces of the strategy's sides, which are recorded after all blocks; ``None`` means none.
+    """
     with ExitStack() as stack:
         peers = {
             side: stack.enter_context(
@@ -67,6 +102,9 @@ def time_sides(options: dict[str, Any], folder: Path) -> Start:
         for pair in range(options["pairs"]):
             for side in peers if pair % 2 else reversed(peers):
                 blocks[side].append(peers[side].ask())
+        if trace_path is not None:
+            for side in RECORDED:
+                peers[side].ask({"trace": str(trace_path)})
     for side, own in blocks.items():
         found[side] |= {name: [block[name] for block in own] for name in own[0]}
     return found

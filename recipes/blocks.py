@@ -21,7 +21,7 @@ class Program(NamedTuple):
     num_parameters: int
 
 
-def serve(build: Callable[[str], Program], version: str) -> None:
+def serve(build: Callable[[str], Program], version: str, record: Callable[[Program, str], None] | None = None) -> None:
     """Answer requests until there are no more; each has the name of a way to train and a number of steps.
 
     The first block of a way includes building it. Later ones begin with a step that is not timed: in it the ranks meet,
@@ -30,12 +30,17 @@ def serve(build: Callable[[str], Program], version: str) -> None:
     Args:
         build: makes the program of a way.
         version: of the framework.
+        record: writes a trace of a program that was built into a folder, if a request names one as ``trace``.
     """
     programs: dict[str, Program] = {}
     tell(version=version)
     for line in sys.stdin:
         request = json.loads(line)
         way = request["way"]
+        if "trace" in request:
+            record(programs[way], request["trace"])
+            tell()
+            continue
         started = time.perf_counter()
         if way in programs:
             programs[way].step()

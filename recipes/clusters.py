@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import checks
 from tqdm import tqdm
 
 import torchstrategy as ts
@@ -65,9 +66,9 @@ def find_or_start(
     if resolver.cluster_spec():
         yield resolver
         return
-    for name, number, least in (("ps", num_ps, 1), ("workers", num_workers, 1), ("max_restarts", max_restarts, 0)):
-        if not isinstance(number, int) or number < least:
-            raise ValueError(f"cluster.{name} must be an integer of at least {least}. Received: {number!r}")
+    options = {"cluster": {"ps": num_ps, "workers": num_workers, "max_restarts": max_restarts}}
+    checks.integers(options, "cluster.ps", "cluster.workers")
+    checks.integers(options, "cluster.max_restarts", least=0)
     servers = LocalServers(num_ps, num_workers, log_path, max_restarts)
     try:
         tqdm.write(f"Started {num_ps} parameter server(s) and {num_workers} worker(s); what they print: {log_path}")

@@ -10,6 +10,7 @@ import itertools
 import time
 from pathlib import Path
 
+import checks
 import hydra
 import jobs
 import profiles
@@ -30,6 +31,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 @jobs.launched
 def main(config: DictConfig) -> None:
     """Train, test after every epoch, save every second one, then restore without a strategy and test again."""
+    checks.integers(config, "epochs", "batch_size_per_replica")
+    checks.integers(config, "global_batch_size", "max_steps", may_be_null=True)
+    checks.profile(config)
     started = time.perf_counter()
     run_path = Path(HydraConfig.get().runtime.output_dir)
     dtype = get_dtype(config.precision)
@@ -101,7 +105,7 @@ def main(config: DictConfig) -> None:
     distributed_test_step = ts.function(functools.partial(strategy.run, test_step), jit_compile=False)
 
     profile = profiles.Profile(config, run_path, strategy)
-    with report:
+    with report, profile:
         for epoch in range(1, config.epochs + 1):
             model.train()
             batches = report.progress(itertools.islice(train_batches, config.max_steps), epoch, len(train_loader))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import checks
 import hydra
 import jobs
 import profiles
@@ -37,10 +38,14 @@ ModeKeys = ts.estimator.ModeKeys
 @hydra.main(config_path="../conf", config_name="estimator", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Be a task of TF_CONFIG's cluster, or start one here, or train and evaluate in this process or torchrun's."""
+    checks.integers(config, "batch_size", "max_steps", "save_every", "cluster.workers")
+    checks.integers(config, "cluster.ps", "cluster.max_restarts", least=0)
+    checks.flags(config, "linear", "keep_position")
+    checks.profile(config)
     run_path = Path(HydraConfig.get().runtime.output_dir).absolute()
     model_path = run_path / "model" if config.model_dir is None else Path(config.model_dir)
     if config.linear:
-        train_linear(config, model_path)
+        train_linear(config, model_path, run_path)
         return
     check_folder_is_given()
     started = time.perf_counter()
@@ -79,18 +84,17 @@ def train_and_evaluate(config: DictConfig, model_path: Path) -> None:
     hooks = [Progress(config.max_steps), Kill(config)]
     if config.keep_position:
         hooks.append(ts.estimator.CheckpointInputPipelineHook(classifier))
-    if config.profile:
-        run_path = Path(HydraConfig.get().runtime.output_dir)
-        hooks.append(profiles.ProfileHook(profiles.Profile(config, run_path, strategy, task_name(strategy))))
+    run_path = Path(HydraConfig.get().runtime.output_dir)
+    profile = profiles.Profile(config, run_path, strategy, task_name(strategy))
+    hooks.append(profiles.ProfileHook(profile))
     images = torch.zeros(2, 1, 28, 28)  # as an example: the exported program takes any number
     exporter = ts.estimator.FinalExporter("final", ts.estimator.export.build_raw_serving_input_receiver_fn(images))
-    ts.estimator.train_and_evaluate(
-        classifier,
-        train_spec=ts.estimator.TrainSpec(make_input_fn(config), config.max_steps, hooks),
-        eval_spec=ts.estimator.EvalSpec(
-            make_input_fn(config), steps=None, exporters=exporter, start_delay_secs=0, throttle_secs=0
-        ),
+    train_spec = ts.estimator.TrainSpec(make_input_fn(config), config.max_steps, hooks)
+    eval_spec = ts.estimator.EvalSpec(
+        make_input_fn(config), steps=None, exporters=exporter, start_delay_secs=0, throttle_secs=0
     )
+    with profile:
+        ts.estimator.train_and_evaluate(classifier, train_spec, eval_spec)
 
 
 def make_input_fn(config: DictConfig) -> Callable[..., ts.data.Dataset]:
@@ -219,7 +223,7 @@ class Kill(ts.estimator.SessionRunHook):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_linear(config: DictConfig, model_path: Path) -> None:
+def train_linear(config: DictConfig, model_path: Path, run_path: Path) -> None:
     """Train the guide's linear model on examples that are all equal."""
     strategy = instantiate(config.strategy, _convert_="all")
     run_config = ts.estimator.RunConfig(train_distribute=strategy, eval_distribute=strategy)
@@ -234,7 +238,8 @@ def train_linear(config: DictConfig, model_path: Path) -> None:
         dataset = ts.data.Dataset.from_tensors(({"feats": [1.0]}, [1.0]))
         return dataset.repeat(1000).batch(10)
 
-    regressor.train(input_fn=input_fn, steps=10)
+    with profiles.Profile(config, run_path, strategy) as profile:
+        regressor.train(input_fn=input_fn, steps=10, hooks=[profiles.ProfileHook(profile)])
     for name in regressor.get_variable_names():
         tqdm.write(f"{name}: {regressor.get_variable_value(name)}")
     tqdm.write(f"Evaluation: {regressor.evaluate(input_fn=input_fn, steps=10)}")
@@ -245,9 +250,6 @@ def start_cluster(config: DictConfig, run_path: Path) -> None:
     num_ps, num_workers = config.cluster.ps, config.cluster.workers
     if jobs.world_size() > 1:
         raise ValueError("cluster.workers and cluster.ps start a cluster: leave them out where processes are started.")
-    for name, number, least in (("ps", num_ps, 0), ("workers", num_workers, 1)):
-        if not isinstance(number, int) or number < least:
-            raise ValueError(f"cluster.{name} must be an integer of at least {least}. Received: {number!r}")
     numbers = {"ps": num_ps, "chief": int(num_ps > 0), "worker": num_workers, "evaluator": 1}
     options = [*HydraConfig.get().overrides.task, f"model_dir={run_path / 'model'}"]
     if num_ps > 0:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import checks
 import hydra
 import jobs
 import profiles
@@ -31,6 +32,8 @@ import torchstrategy as ts
 @jobs.launched
 def main(config: DictConfig) -> None:
     """Train, saving all that the next step depends on every few steps; begin with the latest save if there is one."""
+    checks.integers(config, "global_batch_size", "epochs", "save_every")
+    checks.profile(config)
     run_path = Path(HydraConfig.get().runtime.output_dir)
     dtype = get_dtype(config.precision)
     torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)  # of the data and the weights
@@ -66,23 +69,23 @@ def main(config: DictConfig) -> None:
         begin_random_numbers()
         say(f"Going on with epoch {int(training.epochs) + 1} after step {int(training.steps)}.")
 
-    profile = profiles.Profile(config, run_path, strategy)
-    while int(training.epochs) < config.epochs:
-        training.model.train()
-        title, num_done = f"Epoch {int(training.epochs) + 1}", int(training.steps) % len(loader)
-        hidden = None if strategy.is_chief else True  # None hides the bar where stderr is no terminal
-        steps = profile.steps(batches)
-        for batch in tqdm(steps, title, len(loader), initial=num_done, leave=False, disable=hidden, unit="step"):
-            strategy.run(training.train_step, args=batch)
-            training.steps.assign_add(1)
-            if int(training.steps) % config.save_every == 0:
-                save()
-            kill_if_asked_to(config, strategy, int(training.steps))
-        accuracy = test(strategy, training, test_batches)
-        say(f"{title}, Loss: {float(training.loss.result()):.4f}, Test Accuracy: {100 * accuracy:.2f}")
-        training.loss.reset_state()
-        training.epochs.assign_add(1)
-        save()
+    with profiles.Profile(config, run_path, strategy) as profile:
+        while int(training.epochs) < config.epochs:
+            training.model.train()
+            title, num_done = f"Epoch {int(training.epochs) + 1}", int(training.steps) % len(loader)
+            hidden = None if strategy.is_chief else True  # None hides the bar where stderr is no terminal
+            steps = profile.steps(batches)
+            for batch in tqdm(steps, title, len(loader), initial=num_done, leave=False, disable=hidden, unit="step"):
+                strategy.run(training.train_step, args=batch)
+                training.steps.assign_add(1)
+                if int(training.steps) % config.save_every == 0:
+                    save()
+                kill_if_asked_to(config, strategy, int(training.steps))
+            accuracy = test(strategy, training, test_batches)
+            say(f"{title}, Loss: {float(training.loss.result()):.4f}, Test Accuracy: {100 * accuracy:.2f}")
+            training.loss.reset_state()
+            training.epochs.assign_add(1)
+            save()
     say(f"Trained for {config.epochs} epochs, {int(training.steps)} steps. Files: {run_path}")
 
 

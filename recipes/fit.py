@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import checks
 import fit_comparison
 import fit_guide
 import hydra
@@ -33,6 +34,11 @@ import torchstrategy as ts
 @hydra.main(config_path="../conf", config_name="fit", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Train; with ``compare=true`` once under each of several strategies."""
+    checks.integers(config, "batch_size_per_replica", "epochs", "save_every")
+    checks.integers(config, "steps_per_execution", "gradient_accumulation_steps")
+    checks.integers(config, "global_batch_size", may_be_null=True)
+    checks.flags(config, "guide", "jit_compile")
+    checks.profile(config)
     if config.compare:
         fit_comparison.compare(config)
     else:
@@ -69,6 +75,7 @@ def run(config: DictConfig) -> None:
         amp=config.precision if dtype in (torch.bfloat16, torch.float16) else None,
     )
 
+    profile = profiles.Profile(config, run_path, strategy)
     best_path = run_path / "checkpoints" / "best"
     callbacks = [
         ts.callbacks.LearningRateScheduler(rate_of),
@@ -77,19 +84,19 @@ def run(config: DictConfig) -> None:
         ts.callbacks.ModelCheckpoint(best_path, monitor="val_accuracy", save_best_only=True, save_weights_only=True),
         ts.callbacks.BackupAndRestore(run_path / "backup", save_freq=config.save_every),
         Kill(config),
+        profiles.ProfileCallback(profile),
     ]
-    if config.profile:
-        callbacks.append(profiles.ProfileCallback(profiles.Profile(config, run_path, strategy)))
     # The batch that is split between the replicas grows with their number, unless its size is given.
     global_batch_size = config.global_batch_size or config.batch_size_per_replica * num_replicas
     started = time.perf_counter()
-    history = model.fit(
-        train_data,
-        batch_size=global_batch_size,
-        epochs=config.epochs,
-        validation_data=test_data,
-        callbacks=callbacks,
-    )
+    with profile:
+        history = model.fit(
+            train_data,
+            batch_size=global_batch_size,
+            epochs=config.epochs,
+            validation_data=test_data,
+            callbacks=callbacks,
+        )
     seconds = time.perf_counter() - started
 
     last = {name: values[-1] for name, values in history.history.items()}

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checks
 import jobs
+import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -28,9 +30,9 @@ def compare(config: DictConfig) -> None:
     """
     if jobs.world_size() > 1:
         raise ValueError("compare=true starts the processes that it needs: run it with plain `python`.")
-    names = list(config.layouts) if config.compare is True else list(config.compare)
-    if unknown := [name for name in names if name not in config.layouts]:
-        raise ValueError(f"compare has {unknown}, but the layouts are {', '.join(config.layouts)}.")
+    if config.compare is not True:
+        checks.choices(config, "compare", config.layouts)
+    names = list(config.layouts if config.compare is True else config.compare)
     run_path = Path(HydraConfig.get().runtime.output_dir)
     print(f"{config.epochs} epochs, global batch {config.global_batch_size or config.batch_size_per_replica}, "
           f"{config.precision}; test figures have val_")  # fmt: skip
@@ -51,6 +53,10 @@ def compare(config: DictConfig) -> None:
         print(f"{name:22}{found['replicas']:10}{figures}{found['difference']:16.1e}{found['seconds']:9.1f}", flush=True)
     print("weights differ: the largest difference of any weight from the first line's, which rounding makes")
     (run_path / "comparison.json").write_text(json.dumps(results, indent=1))
+    if config.profile:
+        for name in names:
+            print(f"\n{name}")
+            profiles.tell_of_traces(run_path / name)
     print(f"Files: {run_path}")
 
 

@@ -6,11 +6,14 @@ The guide starts from random weights, which it does not tell; those here are the
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jobs
 import numpy as np
+import profiles
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -23,10 +26,12 @@ PRINTED = {  # in the guide of the year
     "2021": ("2.4687", "1.0912", "0.67764", "0.4823", "0.2132"),
     "2024": ("1.0416e-04", "1.0196e-04", "1.0130e-04", "1.0099e-04", "1.0056e-04"),
 }
+STEPS_AT_ONCE = {"2024": {"skip": 1, "record": 1}}  # its two epochs are two executions of ten steps: one is recorded
 
 
 def show(config: DictConfig) -> None:
     """Print the guide's numbers, and those of each number of replicas."""
+    run_path = Path(HydraConfig.get().runtime.output_dir)
     torch.set_default_dtype(torch.float64)  # no digit that is printed depends on rounding
     if jobs.world_size() > 1:
         strategies = [instantiate(config.strategy, _convert_="all")]
@@ -34,7 +39,11 @@ def show(config: DictConfig) -> None:
     else:
         strategies = [ts.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in REPLICAS]
     for year, make in {"2021": make_model_2021, "2024": make_model_2024}.items():
-        columns = [train(strategy, make) for strategy in strategies]
+        columns = []
+        for strategy in strategies:
+            folder = profiles.case_path(run_path, year, f"{strategy.num_replicas_in_sync} replicas")
+            profile = {"profile": config.profile, "profile_steps": STEPS_AT_ONCE.get(year, config.profile_steps)}
+            columns.append(train(strategy, make, profiles.Profile(profile, folder, strategy)))
         if not strategies[0].is_chief:
             continue
         heads = [f"{strategy.num_replicas_in_sync} replica(s)" for strategy in strategies]
@@ -43,13 +52,15 @@ def show(config: DictConfig) -> None:
             print(f"{row:30}{printed:>14}" + "".join(f"{with_digits_of(printed, value):>14}" for value in found))
 
 
-def train(strategy: ts.Strategy, make_model: Callable[[], ts.Model]) -> list[float]:
+def train(strategy: ts.Strategy, make_model: Callable[[], ts.Model], profile: profiles.Profile) -> list[float]:
     """Run the guide's cells; return the losses that they print."""
     with strategy.scope():
         model = make_model()
 
     dataset = ts.data.Dataset.from_tensors((torch.ones(1), torch.ones(1))).repeat(100).batch(10)
-    losses: list[Any] = model.fit(dataset, epochs=2, verbose=0).history["loss"]
+    with profile:
+        callbacks = [profiles.ProfileCallback(profile)]
+        losses: list[Any] = model.fit(dataset, epochs=2, verbose=0, callbacks=callbacks).history["loss"]
     losses.append(model.evaluate(dataset, verbose=0))
 
     inputs, targets = np.ones((100, 1)), np.ones((100, 1))

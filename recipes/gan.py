@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import checks
 import hydra
 import jobs
 import profiles
@@ -30,6 +31,10 @@ import torchstrategy as ts
 @jobs.launched
 def main(config: DictConfig) -> None:
     """Train both models; every few epochs save them and let the generator draw the same garments again."""
+    numbers = ("epochs", "batch_size_per_replica", "noise_size", "width", "num_samples", "save_every")
+    checks.integers(config, *numbers, "discriminator_steps", "generator_steps")
+    checks.integers(config, "max_steps", may_be_null=True)
+    checks.profile(config)
     started = time.perf_counter()
     run_path = Path(HydraConfig.get().runtime.output_dir)
     train_data, _ = instantiate(config.data, _convert_="all")
@@ -65,7 +70,7 @@ def main(config: DictConfig) -> None:
 
     sample_noise = next(iter(Noise(config.num_samples, config.noise_size, seed=config.seed + 1)))
     profile = profiles.Profile(config, run_path, strategy)
-    with report:
+    with report, profile:
         for epoch in range(1, config.epochs + 1):
             images = report.progress(itertools.islice(image_batches, config.max_steps), epoch, len(loader))
             images = profile.steps(images)
@@ -187,15 +192,7 @@ def train_epoch(
 
     Returns:
         The mean losses.
-
-    Raises:
-        ValueError: a number of steps is not positive.
     """
-    if min(discriminator_steps, generator_steps) < 1:
-        raise ValueError(
-            "discriminator_steps and generator_steps must be at least 1. "
-            f"Received: {discriminator_steps} and {generator_steps}"
-        )
     for step, (images, _) in enumerate(image_batches, start=1):
         strategy.run(gan.discriminator_step, args=(images, next(noise_batches)))
         if step % discriminator_steps == 0:

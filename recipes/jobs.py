@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import checks
 import torch
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
@@ -56,9 +57,8 @@ def launched(function: Callable[[DictConfig], Any]) -> Callable[[DictConfig], An
     @functools.wraps(function)
     def launch(config: DictConfig) -> Any:
         nproc, max_restarts = config.launcher.nproc, config.launcher.max_restarts
-        for name, value, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"launcher.{name} must be an integer of at least {least}. Received: {value!r}")
+        checks.integers(config, "launcher.nproc")
+        checks.integers(config, "launcher.max_restarts", least=0)
         if nproc == 1 and max_restarts == 0:
             return function(config)
         job = ts.cluster_resolver.find_job()

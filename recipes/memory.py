@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import profiles
 import torch
 from torch import Tensor, nn
 
@@ -25,22 +26,22 @@ class Held(NamedTuple):
     shared: int
 
 
-def measure(kind: str, devices: list[str] | None, width: int, layers: int, steps: int) -> dict[str, Any]:
+def measure(kind: str, devices: list[str] | None, options: dict[str, Any], run_path: Path) -> dict[str, Any]:
     """Train for some steps and return what this process's replicas hold, and by how much the process has grown.
 
     Args:
         kind: ``"mirrored"`` or ``"central"``.
         devices: of this process.
-        width: of each layer.
-        layers: number of linear layers.
-        steps: number of steps.
+        options: as in conf/benchmark_central_storage.yaml.
+        run_path: a folder for the trace that they may ask for; a profiler takes memory as well.
     """
+    width = options["width"]
     before = resident_bytes()
     strategy = ts.MirroredStrategy(devices) if kind == "mirrored" else ts.experimental.CentralStorageStrategy(devices)
     with strategy.scope():
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(options["layers"])))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    batches = strategy.experimental_distribute_dataset(torch.ones(16 * steps, width), batch_size=16)
+    batches = strategy.experimental_distribute_dataset(torch.ones(16 * options["steps"], width), batch_size=16)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
@@ -56,8 +57,9 @@ def measure(kind: str, devices: list[str] | None, width: int, layers: int, steps
             "state": count(state),
         }
 
-    for batch in batches:
-        strategy.run(step, args=(batch,))
+    with profiles.Profile(options, run_path, strategy) as profile:
+        for batch in profile.steps(batches):
+            strategy.run(step, args=(batch,))
     gc.collect()
     replicas = strategy.experimental_local_results(strategy.run(held))
     return {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -12,8 +13,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import profiles
 import torch
 from blocks import Program, serve, tell
 from network_model import Traffic
@@ -44,7 +47,11 @@ def main() -> None:
             training.step()
         return Program(training.step, sum(parameter.numel() for parameter in training.model.parameters()))
 
-    serve(build, torch.__version__)
+    def record(program: Program, folder: str) -> None:
+        with contextlib.redirect_stdout(sys.stderr):  # the benchmark reads the other one
+            profiles.record_calls(program.step, options["profile_steps"], Path(folder), name=f"rank {work.rank}")
+
+    serve(build, torch.__version__, record)
 
 
 def time_parts(work: Work, num_steps: int) -> dict[str, list[float]]:

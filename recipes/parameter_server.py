@@ -10,6 +10,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+import checks
 import clusters
 import hydra
 import profiles
@@ -29,14 +30,16 @@ STEPS_AHEAD = 8  # scheduled for each worker before the coordinator waits for th
 @hydra.main(config_path="../conf", config_name="parameter_server", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Train on the cluster of TF_CONFIG, or on one that is started here."""
-    log_path = Path(HydraConfig.get().runtime.output_dir) / "servers"
+    checks.integers(config, "epochs", "batch_size")
+    checks.integers(config, "steps_per_epoch", may_be_null=True)
+    checks.profile(config)
+    run_path = Path(HydraConfig.get().runtime.output_dir)
     cluster = config.cluster
-    with clusters.find_or_start(cluster.ps, cluster.workers, log_path, cluster.max_restarts) as resolver:
+    with clusters.find_or_start(cluster.ps, cluster.workers, run_path / "servers", cluster.max_restarts) as resolver:
         strategy = instantiate(config.strategy)(resolver, instantiate(config.partitioner))
         try:
             train(config, strategy)
         except ts.errors.UnavailableError as error:  # a parameter server is lost, and with it the parameters
-            run_path = HydraConfig.get().runtime.output_dir
             raise SystemExit(
                 f"{error}\nThe same command with folder={run_path} goes on after the last epoch."
             ) from None
@@ -79,9 +82,10 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
 
     worker_profile = profiles.WorkerProfile(config, run_path)
 
+    @worker_profile.recorded
     def train_step(batches):  # noqa: ANN001, ANN202 - the worker's own iterator
         """Runs on a worker: parameters are pulled before it, `step` sends gradients to the parameter servers."""
-        *inputs, labels = worker_profile.next_batch(batches)
+        *inputs, labels = profiles.next_batch(batches)
         for optimizer in optimizers.values():
             optimizer.zero_grad()
         logits = model(*inputs)
@@ -96,7 +100,7 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
     ahead = STEPS_AHEAD * num_workers  # until then the coordinator waits for nothing
     profile = profiles.Profile(config, run_path, name="coordinator", skip_more=ahead)
     num_steps = config.steps_per_epoch or len(train_data) // config.batch_size
-    with report:
+    with report, profile:
         for epoch in range(first_epoch, config.epochs + 1):
             running, losses = deque(), []
             for _ in profile.steps(report.progress(range(num_steps), epoch, num_steps)):
@@ -123,7 +127,7 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
     if not report.epochs:
         report.say(f"All {config.epochs} epochs were done before; ask for more with epochs=...")
         return
-    profiles.tell_of_workers(run_path)
+    worker_profile.tell()
     report.save_learning_curve()
     restored = instantiate(config.model)
     ts.train.Checkpoint(model=restored).restore(manager.latest_checkpoint).expect_partial()

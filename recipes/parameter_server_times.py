@@ -18,7 +18,6 @@ import clusters
 import profiles
 import torch
 from models import conv_net
-from omegaconf import OmegaConf
 from torch import nn
 
 import torchstrategy as ts
@@ -104,12 +103,7 @@ def measure(addresses: dict[str, list[str]], options: dict[str, Any]) -> dict[st
 
 def record(coordinator: Any, train_step: Callable[..., Any], iterator: Any, options: dict[str, Any]) -> None:
     """Train on the workers under a profiler."""
-    profile = profiles.WorkerProfile(OmegaConf.create(options), Path(options["folder"]))
-
-    def profiled_step(batches):  # noqa: ANN001, ANN202 - the worker's own iterator
-        profile.begin_step()
-        train_step(batches)
-
+    profiled_step = profiles.WorkerProfile(options, Path(options["folder"])).recorded(train_step)
     for _ in range(4 * options["workers"] * sum(options["profile_steps"].values())):  # they share them unevenly
         coordinator.schedule(profiled_step, (iterator,))
     coordinator.join()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import checks
 import hydra
 import jobs
 import profiles
@@ -25,6 +26,9 @@ import torchstrategy as ts
 @jobs.launched
 def main(config: DictConfig) -> None:
     """Train, saving the position in the data as well; tell where a second start goes on, and what was seen."""
+    checks.integers(config, "num_shards", "shuffle_buffer", "global_batch_size", "epochs", "save_every")
+    checks.integers(config, "stop_at_step", may_be_null=True)
+    checks.profile(config)
     folder = Path(config.folder)
     strategy = instantiate(config.strategy, _convert_="all")
     jobs.check_strategy(strategy)
@@ -72,33 +76,33 @@ def main(config: DictConfig) -> None:
         )
     num_steps = -(-num_examples // config.global_batch_size)
     hidden = None if strategy.is_chief else True  # None hides the bar where stderr is no terminal
-    profile = profiles.Profile(config, folder, strategy)
-    while int(counts["epochs"]) < config.epochs:
-        counts["starts"].assign_add(1)
-        num_done = int(times_seen.sum().round()) // config.global_batch_size
-        title = f"Epoch {int(counts['epochs']) + 1}"
-        steps = profile.steps(batches)
-        for batch in tqdm(steps, title, num_steps, initial=num_done, leave=False, disable=hidden, unit="step"):
-            strategy.run(train_step, args=batch)
-            counts["steps"].assign_add(1)
-            if int(counts["steps"]) % config.save_every == 0:
-                manager.save()
-            if int(counts["steps"]) == config.stop_at_step:
-                say(f"Stopped after step {config.stop_at_step}. Start again to go on from the last checkpoint.")
-                return
+    with profiles.Profile(config, folder, strategy) as profile:
+        while int(counts["epochs"]) < config.epochs:
+            counts["starts"].assign_add(1)
+            num_done = int(times_seen.sum().round()) // config.global_batch_size
+            title = f"Epoch {int(counts['epochs']) + 1}"
+            steps = profile.steps(batches)
+            for batch in tqdm(steps, title, num_steps, initial=num_done, leave=False, disable=hidden, unit="step"):
+                strategy.run(train_step, args=batch)
+                counts["steps"].assign_add(1)
+                if int(counts["steps"]) % config.save_every == 0:
+                    manager.save()
+                if int(counts["steps"]) == config.stop_at_step:
+                    say(f"Stopped after step {config.stop_at_step}. Start again to go on from the last checkpoint.")
+                    return
 
-        seen = times_seen.round()
-        say(
-            f"{title}, Loss: {float(loss.result()):.4f}, Accuracy: {100 * float(accuracy.result()):.2f}; "
-            f"{int(seen.sum())} examples were seen in {int(counts['starts'])} start(s): {int((seen == 0).sum())} of "
-            f"{num_examples} never, {int((seen > 1).sum())} more than once"
-        )
-        loss.reset_state()
-        accuracy.reset_state()
-        times_seen.assign(torch.zeros_like(times_seen))
-        counts["starts"].assign(0)
-        counts["epochs"].assign_add(1)
-        manager.save()
+            seen = times_seen.round()
+            say(
+                f"{title}, Loss: {float(loss.result()):.4f}, Accuracy: {100 * float(accuracy.result()):.2f}; "
+                f"{int(seen.sum())} examples were seen in {int(counts['starts'])} start(s): "
+                f"{int((seen == 0).sum())} of {num_examples} never, {int((seen > 1).sum())} more than once"
+            )
+            loss.reset_state()
+            accuracy.reset_state()
+            times_seen.assign(torch.zeros_like(times_seen))
+            counts["starts"].assign(0)
+            counts["epochs"].assign_add(1)
+            manager.save()
     say(f"Trained for {config.epochs} epochs. Files: {folder}")
 
 

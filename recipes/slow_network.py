@@ -23,8 +23,11 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import checks
+
 DEVICE = "slow0"
 _NETWORK = "10.0.0.0/24"
+MOST_HOSTS = 254  # that this has addresses for
 MASTER_PORT = 29500  # on the first host, where nothing else can have it
 _TUN = "/dev/net/tun"
 # Numbers of Linux' if_tun.h. Before each packet there is a header of 10 bytes, with which the kernel hands over 16 KiB
@@ -54,8 +57,9 @@ class Link:
     delay_ms: float
 
     def __post_init__(self) -> None:
-        if not (self.mbit > 0 and self.delay_ms >= 0):
-            raise ValueError(f"A link has a positive number of mbit and a delay_ms from 0. Received: {self}")
+        are_numbers = checks.is_number(self.mbit) and checks.is_number(self.delay_ms)
+        if not (are_numbers and self.mbit > 0 and self.delay_ms >= 0):
+            raise ValueError(f"A link has a positive number of mbit and a delay_ms from 0. Received: {self!r}")
 
     def __str__(self) -> str:
         return f"{self.mbit:g} Mbit/s, {self.delay_ms:g} ms"
@@ -74,8 +78,8 @@ class SlowNetwork:
     """
 
     def __init__(self, num_hosts: int, link: Link) -> None:
-        if not 2 <= num_hosts <= 254:
-            raise ValueError(f"A slow network has from 2 to 254 hosts. Received: {num_hosts}")
+        if not 2 <= num_hosts <= MOST_HOSTS:
+            raise ValueError(f"A slow network has from 2 to {MOST_HOSTS} hosts. Received: {num_hosts}")
         self.addresses = [f"10.0.0.{host + 1}" for host in range(num_hosts)]
         self._link = link
         self.num_bytes = 0

@@ -66,10 +66,12 @@ def make_model(_target_: str, **arguments: Any) -> tf.keras.Model:
     return tf.keras.Model(images, MODELS[_target_](images, **arguments))
 
 
-def conv_net(x: Any, filters: Sequence[int] = (32, 64)) -> Any:
+def conv_net(x: Any, filters: Sequence[int] = (32, 64), *, pool_first: bool = False) -> Any:
     """Return the logits of the tutorial's network."""
     for number in filters:
-        x = layers.MaxPooling2D()(layers.Conv2D(number, 3, activation="relu")(x))
+        x = layers.Conv2D(number, 3, activation=None if pool_first else "relu")(x)
+        x = layers.MaxPooling2D()(x)
+        x = layers.ReLU()(x) if pool_first else x
     return layers.Dense(10)(layers.Dense(64, activation="relu")(layers.Flatten()(x)))
 
 

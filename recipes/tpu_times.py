@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    import profiles
+
 Batches = list[tuple[Tensor, Tensor]]
-#: Trains on all batches and returns the loss of the last one, which waits for it.
-Block = Callable[[], float]
+#: Trains on all batches and returns the loss of the last one, which waits for it. A side of ours may be recorded.
+Block = Callable[..., float]
 
 VOCABULARY, LENGTH, WIDTH, CLASSES = 1000, 32, 64, 10
 
@@ -122,8 +127,8 @@ def loop_block(options: dict[str, Any]) -> Block:
     def step(inputs: Any, labels: Any) -> Tensor:
         return strategy.reduce("SUM", strategy.run(replica_step, args=(inputs, labels)))
 
-    def block() -> float:
-        for inputs, labels in dataset:
+    def block(profile: profiles.Profile | None = None) -> float:
+        for inputs, labels in dataset if profile is None else profile.steps(dataset):
             loss = step(inputs, labels)
         return float(loss)
 
@@ -141,7 +146,27 @@ def fit_block(options: dict[str, Any]) -> Block:
         model = ts.Model(make_model(options))
         model.compile(make_optimizer(model, options), nn.CrossEntropyLoss())
     batches = make_batches(options, strategy.num_replicas_in_sync)
-    return lambda: model.fit(batches, verbose=0).history["loss"][-1]
+
+    def block(profile: profiles.Profile | None = None) -> float:
+        callbacks = []
+        if profile is not None:
+            import profiles  # noqa: PLC0415 - as in `record`
+
+            callbacks.append(profiles.ProfileCallback(profile))
+        return model.fit(batches, verbose=0, callbacks=callbacks).history["loss"][-1]
+
+    return block
+
+
+def record(block: Block, options: dict[str, Any], folder: str) -> None:
+    """Record steps of a block; on the host only, since a step on a TPU is one program."""
+    import profiles  # noqa: PLC0415 - beside this file, and with the library that the side by hand does without
+
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # the benchmark reads the other one
+        profiles.Profile(options, Path(folder), name=options["side"]) as profile,
+    ):
+        block(profile)
 
 
 SIDES = {"plain": plain_block, "loop": loop_block, "fit": fit_block}
@@ -164,7 +189,11 @@ def main() -> None:
     import torch_xla  # noqa: PLC0415
 
     print(json.dumps(f"torch {torch.__version__}, torch_xla {torch_xla.__version__}"), flush=True)
-    while sys.stdin.readline():
+    while line := sys.stdin.readline():
+        if request := json.loads(line):
+            record(block, options, request["trace"])
+            print("{}", flush=True)
+            continue
         compiled, started, cpu = num_compilations(), time.perf_counter(), time.thread_time()
         loss = block()
         told = {

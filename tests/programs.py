@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,23 @@ def make_optimizer(name: str, parameters: object) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
     return torch.optim.Adam(parameters, lr=0.01)
+
+
+def make_train_step(
+    model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer
+) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+    """Return a replica's step on images and labels, which gives its part of the mean loss."""
+
+    def train_step(inputs: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = inputs
+        optimizer.zero_grad()
+        per_example = nn.functional.cross_entropy(model(images), labels, reduction="none")
+        loss = ts.nn.compute_average_loss(per_example, global_batch_size="actual")
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train_step
 
 
 def train(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy as ts
-from tests.programs import strategy_for
+from tests.programs import make_train_step, strategy_for
 
 DOUBLE = torch.float64
 
@@ -83,16 +83,8 @@ def train(
             model = synchronised(model, layer)
         model = wrapper(model).to(memory_format=memory_format)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    step = make_train_step(model, optimizer)
     dataset = strategy.experimental_distribute_dataset((x, y), batch_size=5)
-
-    def step(batch):
-        images, labels = batch
-        optimizer.zero_grad()
-        per_example = nn.functional.cross_entropy(model(images), labels, reduction="none")
-        loss = ts.nn.compute_average_loss(per_example, global_batch_size="actual")
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
 
     def evaluate(batch):
         with torch.no_grad():

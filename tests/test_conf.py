@@ -59,7 +59,7 @@ def test_choice(choice):
     assert instantiate(config, _convert_="all", **ARGUMENTS.get(group, {})) is not None
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+@pytest.mark.parametrize("strategy", ["central_storage", "mirrored", "multi_worker_mirrored"])
 def test_gradients_can_be_compressed_from_the_command_line(strategy):
     name = "strategy.communication_options.gradient_compression"
     power_sgd = "{_target_:torchstrategy.experimental.PowerSGD,rank:2,start_after:10}"

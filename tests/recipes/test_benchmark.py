@@ -7,6 +7,8 @@ import benchmark
 import benchmark_report as report
 import pytest
 from comparisons import bootstrap_median_ratio, markdown, spread_cell
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from training_steps import ALONE, CONCURRENT, OURS, PLAIN, TURNS
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark.py"
@@ -53,8 +55,8 @@ def split_row(line):
 
 
 def test_unknown_names_are_told():
-    options = {"parts": ["steps"], "models": ["mlp"], "scaling": {"model": "mlp"}, "tensorflow": "/its/python"}
-    options["optimizer"] = {"_target_": "torch.optim.Adam"}
+    with initialize_config_dir(str(RECIPE.parents[1] / "conf"), version_base="1.3"):
+        options = OmegaConf.to_container(compose("benchmark", ["models=[mlp]", "tensorflow=/its/python"]))
     assert benchmark.check(options)["described"]["mlp"]["_target_"] == "models.mlp"
     with pytest.raises(ValueError, match=r"parts must be of \['steps', .*Received: \['speed'\]"):
         benchmark.check({**options, "parts": ["speed"]})

@@ -208,9 +208,3 @@ def finished(process):
 
 def losses(process):
     return [[float(loss) for loss in epoch] for epoch in EPOCH.findall(process.stdout)]
-
-
-@pytest.mark.parametrize("steps", [(0, 1), (1, -1)])
-def test_number_of_steps(steps):
-    with pytest.raises(ValueError, match=f"must be at least 1. Received: {steps[0]} and {steps[1]}"):
-        gan.train_epoch(ts.get_strategy(), make_gan(), [], iter([]), *steps)

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.autograd import profiler as autograd_profiler
 
+import torchstrategy as ts
 from tests.recipes import layouts
 
 QUICK = ["profile=true", "profile_steps={skip: 2, record: 3}"]
@@ -78,27 +80,196 @@ def test_an_epoch_may_end_before(tmp_path, capsys):
     assert "(means of 2 steps)" in capsys.readouterr().out
 
 
-def test_a_training_that_fails_leaves_its_trace(tmp_path):
-    profile = profiles.Profile(config(), tmp_path)
+@pytest.mark.parametrize(("failing", "expected"), [(1, 1), (2, 1), (3, 2)])
+def test_a_loop_that_fails_leaves_its_trace(tmp_path, capsys, failing, expected):
+    """The step with the error does not count, unless there is no other one."""
+    with pytest.raises(ArithmeticError, match="mine"):
+        train(profiles.Profile(config(record=5), tmp_path), failing)
+    assert "ts::input" in [event["name"] for event in read(tmp_path / "profile" / "rank_0.json")]
+    assert max(1, steps(tmp_path / "profile" / "rank_0.json")) == expected
+    assert f"(means of {expected} steps)" in capsys.readouterr().out
+    assert not autograd_profiler._is_profiler_enabled
 
-    def train():
+
+def train(profile, failing):
+    with profile:
+        batches = profile.steps(range(9))  # is held by this frame: it does not end by itself
+        for number in batches:
+            fail_at(failing, number)
+
+
+def fail_at(failing, number):
+    torch.ones(2) + 1
+    if number == failing:
+        raise ArithmeticError("mine")
+
+
+def test_a_loop_that_is_left_leaves_its_trace(tmp_path):
+    with profiles.Profile(config(record=5), tmp_path) as profile:
         for number in profile.steps(range(9)):
             if number == 2:
-                raise ArithmeticError("mine")
-
-    with pytest.raises(ArithmeticError, match="mine"):
-        train()
+                break
     assert steps(tmp_path / "profile" / "rank_0.json") == 1
     assert not autograd_profiler._is_profiler_enabled
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [({"profile": "yes"}, "profile must be"), ({"skip": 0}, "profile_steps.skip"), ({"record": 1.5}, "record")],
-)
-def test_wrong_options(tmp_path, options, match):
-    with pytest.raises(ValueError, match=match):
-        profiles.Profile(config(**options), tmp_path)
+@pytest.mark.parametrize("failing", [0, 8])
+def test_before_and_after_the_recording_a_failure_leaves_no_trace_of_itself(tmp_path, failing):
+    with pytest.raises(ArithmeticError, match="mine"):
+        train(profiles.Profile(config(skip=3), tmp_path), failing)
+    path = tmp_path / "profile" / "rank_0.json"
+    assert path.exists() == (failing == 8)
+    assert failing == 0 or steps(path) == 2
+
+
+def test_a_trace_that_cannot_be_saved_hides_no_error(tmp_path, capsys):
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    with pytest.raises(ArithmeticError, match="mine"):
+        train(profiles.Profile(config(record=5), tmp_path), failing=2)
+    assert "What was recorded before the error can't be saved: " in capsys.readouterr().out
+    with pytest.raises(FileExistsError):
+        train(profiles.Profile(config(record=5), tmp_path), failing=None)
+    assert not autograd_profiler._is_profiler_enabled
+
+
+def test_a_fit_that_fails_leaves_its_trace(tmp_path):
+    """An error in the model's fourth step, while two to six are recorded."""
+    strategy, calls = ts.MirroredStrategy(["cpu:0", "cpu:1"]), []
+    with strategy.scope():
+        model = ts.Model(torch.nn.Linear(2, 1))
+
+    def loss(outputs, targets):
+        calls.append(None)
+        fail_at(7, len(calls))  # of two in a step
+        return torch.nn.functional.mse_loss(outputs, targets, reduction="none")
+
+    model.compile("sgd", loss)
+    profile = profiles.Profile(config(record=5), tmp_path, strategy)
+    how = {"batch_size": 2, "verbose": 0, "callbacks": [profiles.ProfileCallback(profile)]}
+    with pytest.raises(ArithmeticError, match="mine"), profile:
+        model.fit(torch.ones(20, 2), torch.ones(20, 1), **how)
+    path = tmp_path / "profile" / "rank_0.json"
+    assert steps(path) == 2
+    assert labels(path).count("replica 0") >= 2
+
+
+def fit_and_fail_on_one_rank(folder):
+    strategy = ts.MirroredStrategy(["cpu:0"])
+    rank, calls = strategy.workers.rank, []
+    with strategy.scope():
+        model = ts.Model(torch.nn.Linear(2, 1))
+
+    def loss(outputs, targets):
+        calls.append(None)
+        fail_at(4 if rank == 1 else None, len(calls))
+        return torch.nn.functional.mse_loss(outputs, targets, reduction="none")
+
+    model.compile("sgd", loss)
+    profile = profiles.Profile(config(record=5), folder, strategy)
+    with profile:
+        callbacks = [profiles.ProfileCallback(profile)]
+        model.fit(torch.ones(20, 2), torch.ones(20, 1), batch_size=2, verbose=0, callbacks=callbacks)
+
+
+def test_if_one_rank_fails_all_leave_their_traces(tmp_path):
+    with ts.testing.ProcessPool(2) as pool:
+        one, other = pool.outcomes(fit_and_fail_on_one_rank, tmp_path)
+    assert isinstance(one.error, ts.errors.ReplicaFailedError)
+    assert isinstance(other.error, ArithmeticError)
+    for rank in (0, 1):
+        path = tmp_path / "profile" / f"rank_{rank}.json"
+        assert steps(path) == 2
+        assert f"replica {rank}" in labels(path)
+
+
+def test_an_estimator_that_fails_leaves_its_trace(tmp_path):
+    class Fail(ts.estimator.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            fail_at(4, run_context.session.global_step)
+
+    def input_fn():
+        return ts.data.Dataset.from_tensors(({"feats": [1.0]}, [1.0])).repeat(100).batch(10)
+
+    columns = [ts.feature_column.numeric_column("feats")]
+    regressor = ts.estimator.LinearRegressor(columns, model_dir=str(tmp_path / "model"))
+    with pytest.raises(ArithmeticError, match="mine"), profiles.Profile(config(record=5), tmp_path) as profile:
+        regressor.train(input_fn, hooks=[profiles.ProfileHook(profile), Fail()])
+    assert steps(tmp_path / "profile" / "rank_0.json") >= 2
+
+
+def test_a_workers_function_that_fails_leaves_its_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(ts.coordinator, "experimental_get_current_worker_index", lambda: 3)
+    batches = iter(range(9))
+
+    @profiles.WorkerProfile(config(record=5), tmp_path).recorded
+    def train_step(failing):
+        """What a worker does."""
+        number = profiles.next_batch(batches)
+        fail_at(failing, number)
+        return number
+
+    assert (train_step.__name__, train_step.__doc__) == ("train_step", "What a worker does.")
+    assert [train_step(3) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ArithmeticError, match="mine"):
+        train_step(3)
+    path = tmp_path / "profile" / "worker_3.json"
+    assert steps(path) == 3 - 1
+    assert train_step(9) == 4, "the worker goes on"
+    assert not autograd_profiler._is_profiler_enabled
+
+
+def test_calls_are_recorded_beside_what_is_timed(tmp_path, capsys):
+    calls = []
+    folder = profiles.case_path(tmp_path, "ours, bf16", "2 hosts")
+    profiles.record_calls(lambda: calls.append(torch.ones(2) + 1), {"skip": 2, "record": 3}, folder, name="rank 1")
+    assert len(calls) == 5
+    assert steps(tmp_path / "ours_bf16_2_hosts" / "profile" / "rank_1.json") == 3
+    assert "(means of 3 steps)" in capsys.readouterr().out
+
+
+def test_traces_of_processes_that_tell_nothing_are_told(tmp_path, capsys):
+    for rank in (10, 9):
+        profiles.record_calls(lambda: torch.ones(2) + 1, {"skip": 1, "record": 1}, tmp_path, name=f"rank {rank}")
+    capsys.readouterr()
+    profiles.tell_of_traces(tmp_path, "rank_*")
+    out = capsys.readouterr().out
+    assert "rank 9     rank 10\n" in out
+    assert f"Traces, for https://ui.perfetto.dev: {tmp_path / 'profile'}\n" in out
+    profiles.tell_of_traces(tmp_path, "worker_*")
+    assert "No steps of worker_* were recorded" in capsys.readouterr().out
+
+
+def test_a_trace_is_what_perfetto_reads(tmp_path):
+    """JSON with ``traceEvents``; slices are complete, and those of a thread lie within one another or apart."""
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step():
+        x = torch.ones(8, requires_grad=True)
+        ts.get_replica_context().all_reduce("SUM", (x * 2).sum()).backward()
+
+    profiles.record_calls(lambda: strategy.run(step), {"skip": 1, "record": 3}, tmp_path, strategy)
+    events = read(tmp_path / "profile" / "rank_0.json")
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {"ts::replica 0", "ts::replica 1", "aten::sum"} <= {event["name"] for event in slices}
+    rows = {}
+    for event in slices:
+        assert isinstance(event["name"], str)
+        assert event["name"]
+        assert all(isinstance(event[key], (int, float)) and math.isfinite(event[key]) for key in ("ts", "dur"))
+        if event.get("cat") in ("user_annotation", "cpu_op"):
+            assert all(isinstance(event[key], int) for key in ("pid", "tid"))
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    rounding = 0.01  # times are microseconds with three digits
+    for spans in rows.values():
+        ends = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while ends and ends[-1] <= start + rounding:
+                ends.pop()
+            assert not ends or end <= ends[-1] + rounding
+            ends.append(end)
+    named = {(event["name"], event["args"]["name"]) for event in events if event["name"].endswith("_name")}
+    assert ("process_name", "rank 0") in named
+    assert {name for kind, name in named if kind == "thread_name"} & {"replica 0", "replica 1", "replica 0, replica 1"}
 
 
 @pytest.mark.slow
@@ -127,6 +298,17 @@ def test_each_process_writes_a_trace_and_the_chief_tells_of_all(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_guide_has_a_profile_of_each_model(tmp_path):
+    out = layouts.run_all(layouts.alone("fit.py", "guide=true", "hydra.run.dir=run", *QUICK), tmp_path)
+    for number in (1, 2, 4):
+        for year, num_steps in (("2021", 3), ("2024", 1)):  # an execution of the latter has ten steps
+            path = tmp_path / "run" / f"{year}_{number}_replicas" / "profile" / "rank_0.json"
+            assert steps(path) == num_steps
+            assert "replica 0" in labels(path)
+    assert out.count("Where the time of a step goes") == 6
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("recipe", "options", "files"),
@@ -135,7 +317,9 @@ def test_each_process_writes_a_trace_and_the_chief_tells_of_all(tmp_path):
         ("gan", ["epochs=1", "max_steps=7", "width=8", "save_every=1"], ["profile/rank_0.json"]),
         ("fault_tolerant", ["epochs=1"], ["profile/rank_0.json"]),
         ("sharded_files", ["stop_at_step=7"], ["profile/rank_0.json"]),
+        ("fit", ["model=mlp", "epochs=1", "compare=[default]"], ["default/profile/rank_0.json"]),
         ("estimator", ["max_steps=7", "save_every=7"], ["profile/rank_0.json"]),
+        ("estimator", ["linear=true"], ["profile/rank_0.json"]),
         (
             "estimator",
             ["cluster.ps=1", "cluster.workers=1", "max_steps=60", "save_every=60"],
@@ -147,7 +331,6 @@ def test_each_process_writes_a_trace_and_the_chief_tells_of_all(tmp_path):
             ["profile/coordinator.json", "profile/worker_0.json", "profile/worker_1.json"],
         ),
     ],
-    ids=["fit", "gan", "fault_tolerant", "sharded_files", "estimator", "estimator with ps", "parameter_server"],
 )
 def test_every_recipe_has_a_profile(tmp_path, recipe, options, files):
     folder = tmp_path / "run"

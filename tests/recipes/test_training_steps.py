@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from models import conv_net
 from step_times import make_work
 from training_steps import ALONE, CONCURRENT, PACKAGES, PEERS, PLAIN, TURNS, WAYS
 
@@ -18,7 +19,13 @@ IN_PROCESSES = [way for way in WAYS if way not in (PLAIN, ALONE, CONCURRENT, TUR
 
 
 def options(setting, model="conv_net"):
-    return {"model": {"_target_": f"models.{model}"}, "num_replicas": 2, "batch_size": 6, **SETTINGS[setting]}
+    arguments = {"pool_first": True} if (setting, model) == ("best", "conv_net") else {}
+    return {
+        "model": {"_target_": f"models.{model}", **arguments},
+        "num_replicas": 2,
+        "batch_size": 6,
+        **SETTINGS[setting],
+    }
 
 
 def train(case, way):
@@ -30,7 +37,6 @@ def train(case, way):
 
 
 def train_all(case):
-
     installed = [way for way in IN_PROCESSES if way not in PACKAGES or importlib.util.find_spec(PACKAGES[way])]
     return {way: train(case, way) for way in installed}
 
@@ -46,3 +52,17 @@ def test_all_ways_train_to_the_same_weights(setting):
         for way, found in weights.items():
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=way)
     assert not torch.allclose(train(case, ALONE), expected, atol=1e-3), "the replicas' shares differ"
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_pooling_first_changes_nothing(memory_format):
+    images = torch.rand(4, 1, 28, 28)
+
+    def train(pool_first):
+        torch.manual_seed(0)
+        model = conv_net(pool_first=pool_first).to(memory_format=memory_format)
+        output = model(images)
+        output.sum().backward()
+        return [output, *(parameter.grad for parameter in model.parameters())]
+
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)

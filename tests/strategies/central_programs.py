@@ -14,6 +14,10 @@ from tests import programs
 from torchstrategy.replicas import host_memory, host_places
 
 DOUBLE = torch.float64
+EXACT = 1e-10
+VARIANTS = ["plain", "lbfgs", "scaler", "clip", "written in run", "written in run by data", "replaced in run",
+            "written outside", "loaded"]  # fmt: skip
+IN_PROCESSES = {"1 each": None, "2 each": programs.cpu_devices(2)}
 
 
 def make(kind: str, devices: list[str] | None, **options: Any) -> ts.Strategy:
@@ -39,10 +43,12 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
-def train(kind: str, devices: list[str] | None, variant: str = "plain", has_norm: bool = True) -> list[list[float]]:  # noqa: C901
+def train(  # noqa: C901
+    kind: str, devices: list[str] | None, variant: str = "plain", has_norm: bool = True, **options: Any
+) -> list[list[float]]:
     """Train with what a variant names; return parameters, buffers, losses and the state of the optimizer."""
     torch.manual_seed(3)
-    strategy = make(kind, devices)
+    strategy = make(kind, devices, **options)
     x = torch.randn(30, 4, dtype=DOUBLE)
     with strategy.scope():
         model, average = Net(has_norm), Net(has_norm).requires_grad_(False)

@@ -11,15 +11,12 @@ import torchstrategy as ts
 from tests.parity.test_equivalence import CASES
 from tests.programs import cpu_devices, largest_difference, train
 from tests.strategies import central_programs as programs
+from tests.strategies.central_programs import EXACT, IN_PROCESSES, VARIANTS
 from torchstrategy.replicas.host_memory import HostMemory
 
-EXACT = 1e-10  # float64
 FULL_NAME = "/job:localhost/replica:0/task:0/device:CPU:{}"
-VARIANTS = ["plain", "lbfgs", "scaler", "clip", "written in run", "written in run by data", "replaced in run",
-            "written outside", "loaded"]  # fmt: skip
 # Mirrored replicas of one process don't see these, so one replica is the measure.
 BETTER = ["written outside by data", "replaced outside"]
-IN_PROCESSES = {"1 each": None, "2 each": cpu_devices(2)}
 
 
 def central(count, **options):
@@ -67,17 +64,6 @@ def test_numbers_of_mirrored_in_one_process(variant, way):
     count = 1 if way is programs.with_copies and variant == "plain" else 2  # one with copies is one GPU
     expected = programs.train("mirrored", cpu_devices(count), variant)
     assert largest_difference(expected, way("central", cpu_devices(count), variant)) <= EXACT
-
-
-@pytest.mark.parametrize("way", [programs.train, pytest.param(programs.with_copies, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("hosting", ["1 each", pytest.param("2 each", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_numbers_of_mirrored_in_two_processes(variant, hosting, way, process_pool):
-    devices = IN_PROCESSES[hosting]
-    expected = process_pool(2).run(programs.train, "mirrored", devices, variant)
-    found = process_pool(2).run(way, "central", devices, variant)
-    for one, other in zip(expected, found, strict=True):
-        assert largest_difference(one, other) <= EXACT
 
 
 @pytest.mark.parametrize("way", [programs.train, programs.with_copies])
@@ -213,13 +199,6 @@ def test_memory_that_is_exchanged_and_other_tensors_that_are_written(variant, mo
     assert largest_difference(expected, programs.exchange("central", cpu_devices(2), variant)) <= EXACT
 
 
-def test_memory_that_is_exchanged_in_processes(process_pool):
-    for variant in ("swapped in run", "kept outside", "hook after"):
-        expected = programs.exchange("mirrored", cpu_devices(2), variant)
-        for result in process_pool(2).run(programs.exchange, "central", None, variant):
-            assert largest_difference(expected, result) <= EXACT
-
-
 def test_an_optimizer_inside_another_ones_step_needs_summed_gradients():
     class Both(torch.optim.SGD):
         def step(self, closure=None):
@@ -285,16 +264,6 @@ def test_an_optimizer_that_clears_gradients_itself():
 
     assert strategy.reduce("SUM", strategy.run(lambda: torch.tensor(step()))) == 2
     strategy.run(step)
-
-
-def test_layer_and_parameter_group_that_are_new(process_pool):
-    expected = process_pool(1).run(programs.new_layer)[0]
-    for result in process_pool(2).run(programs.new_layer):
-        # Two equal replicas: the loss is a sum over them, so that each step is twice as long.
-        assert len(result) == len(expected) == 4
-        assert result != expected
-    first, second = process_pool(2).run(programs.new_layer)
-    assert first == second
 
 
 # Variables
@@ -379,43 +348,6 @@ def test_devices_of_other_hosts_are_refused(name):
 def test_bad_devices(devices, kind, message):
     with pytest.raises(kind, match=message):
         ts.experimental.CentralStorageStrategy(devices)
-
-
-# Processes
-
-
-def test_processes_share_the_chiefs_memory(process_pool):
-    for devices in IN_PROCESSES.values():
-        first, second = process_pool(2).run(programs.shared_memory, devices)
-        assert (first["is host"], second["is host"]) == (True, False)
-        assert second["private pages"] == [[]] * (1 if devices is None else 2)
-        assert first["weight"] == 7.0 * 64 * 64 != second["weight"], "what one rank writes outside run is its own"
-        assert first["steps"] == second["steps"] == [3.0, 3.0]
-        assert first["moments"] == second["moments"]
-        assert min(first["moments"]) > 0
-        if devices is not None:
-            assert first["state in replicas"] == second["state in replicas"] == [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("rank", "where", "waiting"),
-    [(1, "in run", "the sum of gradients"), (0, "in run", "the sum of gradients"),
-     (0, "in the update", "the update on the host")],
-)  # fmt: skip
-def test_a_killed_rank_is_named(rank, where, waiting, process_pool):
-    with pytest.raises(ts.testing.RemoteError) as caught:
-        process_pool(2).run(programs.dies, rank, where)
-    error = caught.value.errors[1 - rank]
-    assert isinstance(error, ts.errors.ReplicaFailedError)
-    assert f"Rank {rank} does not answer: its process has died" in str(error)
-    assert f"waiting for it in {waiting}" in str(error)
-
-
-def test_an_error_in_the_chiefs_update_names_the_chief(process_pool):
-    with pytest.raises(ts.testing.RemoteError) as caught:
-        process_pool(2).run(programs.fails_in_the_update)
-    assert isinstance(caught.value.errors[0], ValueError)
-    assert "Rank 0 (replica 0) failed in Strategy.run: ValueError: boom" in str(caught.value.errors[1])
 
 
 @pytest.mark.parametrize("target", ["central", "mirrored", "default"])

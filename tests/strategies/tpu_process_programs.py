@@ -83,19 +83,6 @@ def train_on_chips_and_on_cpus(path: str, **program: Any) -> list[list[list[floa
     return [programs.train(strategy, **program) for strategy in strategies]
 
 
-def step_with(model: nn.Module, optimizer: Any) -> Callable[[Any], Tensor]:
-    def step(batch: Any) -> Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-        loss = ts.nn.compute_average_loss(losses, global_batch_size="actual")
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
 def batches_of(strategy: ts.Strategy, num_examples: int, batch_size: int) -> Any:
     torch.manual_seed(3)
     x, y = torch.randn(num_examples, 5, dtype=DOUBLE), torch.randint(3, (num_examples,))
@@ -112,7 +99,7 @@ def everything(strategy: ts.Strategy, folder: str) -> dict[str, Any]:
         accuracy = MulticlassAccuracy(3)
         mean = ts.metrics.Mean()
         checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer)
-    step = step_with(model, optimizer)
+    step = programs.make_train_step(model, optimizer)
 
     def step_and_metrics(batch: Any) -> Any:
         loss = step(batch)
@@ -160,7 +147,7 @@ def events_of_a_step(path: str) -> list[Any]:
     def forward(x: Tensor) -> Tensor:
         return head(model(x).float())
 
-    step = step_with(forward, optimizer)
+    step = programs.make_train_step(forward, optimizer)
     events = []
     for batch in batches_of(strategy, 32, 8):
         start = len(strategy.runtime.events)
@@ -191,7 +178,7 @@ def fail_before_a_launch(path: str) -> tuple[str, list[Any]]:
     with strategy.scope():
         model = nn.Linear(5, 3, dtype=DOUBLE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = step_with(model, optimizer)
+    step = programs.make_train_step(model, optimizer)
     batches = iter(batches_of(strategy, 32, 8))
     strategy.run(step, args=(next(batches),))
     runtime = strategy.runtime

@@ -40,7 +40,7 @@ def compilations() -> dict[str, Any]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = chips.step_with(model, optimizer)
+    step = programs.make_train_step(model, optimizer)
     compiled, reads = [], []
     for batch in strategy.experimental_distribute_dataset((torch.randn(64, 5), torch.randint(3, (64,))), batch_size=8):
         before = counted("TransferFromDeviceTime")

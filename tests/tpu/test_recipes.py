@@ -71,6 +71,7 @@ def test_fit(tmp_path):
 @pytest.mark.timeout(400)
 def test_benchmark_prints_and_writes_every_figure(tmp_path):
     options = ["models=[conv_net]", "devices=[2]", "starts=1", "pairs=2", "steps=3", "batch_size=4"]
+    options += ["profile=true", "profile_steps={skip: 1, record: 2}"]
     output = start(tmp_path, "benchmark_tpu.py", "hydra.run.dir=run", *options, timeout_s=380)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     (start_of_all,) = results["starts"]["conv_net, 2 devices"]
@@ -81,3 +82,6 @@ def test_benchmark_prints_and_writes_every_figure(tmp_path):
         assert side["compilations"] == [0, 0], "all programs are compiled in the first block"
     assert start_of_all["loop"]["loss"] == pytest.approx(start_of_all["plain"]["loss"], abs=1e-4)
     assert "conv_net, 2 devices: TPUStrategy, loop" in output
+    traces = tmp_path / "run" / "conv_net_2_devices" / "profile"
+    assert sorted(path.name for path in traces.iterdir()) == ["fit.json", "loop.json"]
+    assert "Where the time of a step goes" in output
