@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import typing
 
-from torchstrategy import errors, nn
+from torchstrategy import errors, host_memory, later, nn
 from torchstrategy.collectives.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -177,15 +176,6 @@ _LATER = {
 }
 
 if not typing.TYPE_CHECKING:  # for type checkers there are the names above and no others
+    __getattr__, __dir__ = later.import_later(__name__, _LATER)
 
-    def __getattr__(name: str) -> typing.Any:
-        home = _LATER.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(home)
-        value = module if home == f"{__name__}.{name}" else getattr(module, name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+host_memory.forget_sources()

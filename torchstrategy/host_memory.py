@@ -1,10 +1,14 @@
-"""What the C library does with memory of the host that the program has freed."""
+"""Memory of the host that the program has no more use for."""
 
 from __future__ import annotations
 
 import ctypes
+import linecache
+import os
 
-__all__ = ["keep_freed_memory"]
+import torch
+
+__all__ = ["forget_sources", "keep_freed_memory"]
 
 #: Of glibc's <malloc.h>: what to keep at the end of the heap, to fetch beyond a request, and to map by itself.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -33,3 +37,10 @@ def keep_freed_memory() -> bool:
         mallopt(option, value)
         for option, value in ((_M_TRIM_THRESHOLD, largest), (_M_TOP_PAD, 64 << 20), (_M_MMAP_THRESHOLD, 32 << 20))
     )
+
+
+def forget_sources() -> None:
+    """Drop the sources that torch's import has read and left in memory, 2 MB; a traceback reads what it shows again."""
+    folder = os.path.dirname(torch.__file__)
+    for name in [name for name in linecache.cache if name.startswith(folder)]:
+        del linecache.cache[name]

@@ -19,11 +19,12 @@ from torchstrategy.context import current_replica_context
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.copies import bind_step
-from torchstrategy.replicas.host_memory import HostMemory, is_updating
+from torchstrategy.replicas.host_memory import HostMemory
 from torchstrategy.replicas.marks import mark_applied, unmark
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
+from torchstrategy.replicas.updating import is_updating
 
 __all__ = ["HostUpdater", "step_on_host"]
 

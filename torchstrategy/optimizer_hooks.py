@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchstrategy.context import current_replica_context
 from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.options import ReduceOp
-from torchstrategy.replicas.host_memory import is_updating
 from torchstrategy.replicas.marks import is_own, mark_applied, note_backward, unmark
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner, watch
+from torchstrategy.replicas.updating import is_updating
 
 __all__ = ["guard_parameter", "install", "prepare"]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Ask", "Channel", "Check", "connect_ranks"]
+__all__ = ["Ask", "Channel", "Check", "connect_ranks", "lookup_name"]
 
 Check = Callable[[], None]
 #: Makes a call, and may raise to end the wait for it.
@@ -19,6 +19,14 @@ _POLL_S = 0.5
 _READ_BYTES = 1 << 16
 _MOST_READ_BYTES = 1 << 22  # `recv` allocates what it is asked for
 _RANK_BYTES = 8
+
+
+def lookup_name(host: str) -> Any:
+    """Return a host's name or address as ``socket`` should look it up.
+
+    Python imports a module with tables of Unicode to encode text, 0.4 MB of each process, even if it is an address.
+    """
+    return host.encode() if host.isascii() else host
 
 
 class Channel:

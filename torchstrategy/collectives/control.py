@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from torchstrategy.collectives.connections import lookup_name
 from torchstrategy.collectives.control_peer import Message, Peer, frame, read_exactly, read_frame
 from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
@@ -165,7 +166,9 @@ class ControlPlane:
         host, port = _wait_for(store, f"address/{other}", other).decode().split()
         with contextlib.ExitStack() as on_error:
             try:
-                connection = on_error.enter_context(socket.create_connection((host, int(port)), timeout=timeout_s))
+                connection = on_error.enter_context(
+                    socket.create_connection((lookup_name(host), int(port)), timeout=timeout_s)
+                )
                 mac = _mac(key, read_exactly(connection, _NONCE_BYTES), self._rank)
                 connection.sendall(frame({"rank": self._rank, "pid": os.getpid(), "mac": mac}))
                 pid = int(read_frame(connection)["pid"])

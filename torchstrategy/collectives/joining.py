@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import DistError
@@ -14,7 +15,9 @@ from torchstrategy.collectives.rendezvous import meet, raise_lost_store
 from torchstrategy.devices import local_devices, visible_devices
 from torchstrategy.options import CommunicationOptions
 from torchstrategy.version import __version__
-from torchstrategy.xla.runtime import TpuRuntime
+
+if TYPE_CHECKING:
+    from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["devices_of_process", "join"]
 

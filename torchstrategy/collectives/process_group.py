@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,7 +31,9 @@ from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.labels import label
 from torchstrategy.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.options import CommunicationOptions
-from torchstrategy.xla.runtime import TpuRuntime
+
+if TYPE_CHECKING:
+    from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["WorkerGroup"]
 

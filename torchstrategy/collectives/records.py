@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchstrategy.collectives.connections import Ask, Channel, Check, connect_ranks
+from torchstrategy.collectives.connections import Ask, Channel, Check, connect_ranks, lookup_name
 from torchstrategy.labels import label
 
 __all__ = ["MAX_BODY_BYTES", "MAX_MESH_SIZE", "RecordMesh", "RecordTree", "Records", "connect_records"]
@@ -239,7 +239,7 @@ def _connect(
 
 def _call(address: str, timeout_s: float) -> socket.socket:
     host, port = address.split()
-    return socket.create_connection((host, int(port)), timeout=timeout_s)
+    return socket.create_connection((lookup_name(host), int(port)), timeout=timeout_s)
 
 
 def _header(body: bytes) -> bytes:

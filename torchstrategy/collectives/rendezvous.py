@@ -21,7 +21,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.call_site import call_site
-from torchstrategy.collectives.connections import Ask
+from torchstrategy.collectives.connections import Ask, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 from torchstrategy.log import logger
@@ -243,7 +243,7 @@ def _reach(job: Job, timeout_s: float) -> None:
     while True:
         remaining = start + timeout_s - time.monotonic()
         try:
-            socket.create_connection((job.address, job.port), timeout=max(0.1, remaining)).close()
+            socket.create_connection((lookup_name(job.address), job.port), timeout=max(0.1, remaining)).close()
             return
         except OSError:
             if time.monotonic() > start + timeout_s:
@@ -399,7 +399,7 @@ def _own_address(address: str, port: int) -> str:
     """Return the address of the interface that leads to the store; nothing is sent."""
     reason: OSError | None = None
     try:
-        for family, kind, _, _, target in socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM):
+        for family, kind, _, _, target in socket.getaddrinfo(lookup_name(address), port, type=socket.SOCK_DGRAM):
             try:
                 with socket.socket(family, kind) as probe:
                     probe.connect(target)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +33,9 @@ from torchstrategy.collectives.threaded_plane import ThreadedPlane
 from torchstrategy.collectives.xla_plane import XlaPlane
 from torchstrategy.log import warning_once
 from torchstrategy.options import CommunicationImplementation, PowerSGD
-from torchstrategy.xla.runtime import TpuRuntime
+
+if TYPE_CHECKING:
+    from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = [
     "Routes",

@@ -9,13 +9,16 @@ Nothing waits for a device: the host only launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import DataPlane, StagedPlane, Wait
-from torchstrategy.xla.runtime import TpuRuntime
+
+if TYPE_CHECKING:
+    from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["XlaPlane"]
 

@@ -19,7 +19,7 @@ from torchstrategy.data.from_function import FunctionPipelines
 from torchstrategy.data.loader import IndexedLoader, has_index_batches
 from torchstrategy.data.numpy import ArrayBatches, ArrayDataset, make_numpy_dataset
 from torchstrategy.data.own_streams import OwnStreams
-from torchstrategy.data.pipeline.dataset import Dataset as Pipeline
+from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.policy import choose_sharding, shard
 from torchstrategy.data.sources import Source, WholeBatches
 from torchstrategy.devices import Placement
@@ -143,7 +143,7 @@ def _batch(dataset: Any, batch_size: int) -> Any:
     batch_size = int(batch_size)
     if isinstance(dataset, DataLoader):
         raise ValueError("A DataLoader has a batch size of its own, which is the global one: leave batch_size= out.")
-    if isinstance(dataset, Pipeline):
+    if is_pipeline(dataset):
         if dataset.batch_size is not None:
             raise ValueError(
                 "The ts.data.Dataset has batches already, which are the global ones: leave batch_size= out."

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import Components, components, plain_leaves
-from torchstrategy.data.pipeline.base import Pipeline
+from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.position import END, Position, StreamReader
 from torchstrategy.data.rounds import Rounds
 from torchstrategy.data.sources import first_element
@@ -53,7 +53,8 @@ class PipelineReader:
         leftovers = [None if states is None or starts_anew else states[i]["leftover"] for i in data]
         self.position = _PipelinePosition(list(data), [reader.position for reader in self._readers], leftovers)
         # A loader makes each batch anew; anybody else may fill the same memory again.
-        self._copies = [keeps_elements and not isinstance(value, (DataLoader, Pipeline)) for value in data.values()]
+        are_new = [isinstance(value, DataLoader) or is_pipeline(value) for value in data.values()]
+        self._copies = [keeps_elements and not is_new for is_new in are_new]
 
     def next(self) -> Components | None:
         """Return the next element, or ``None`` at the end."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from torchstrategy.data.agreement import Workers, check_equal
-from torchstrategy.data.pipeline.base import Pipeline
+from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.errors import InvalidArgumentError, NotFoundError
 from torchstrategy.log import logger
 from torchstrategy.options import AutoShardPolicy
@@ -59,7 +59,7 @@ def choose_sharding(data: Any, asked: AutoShardPolicy | None, workers: Workers |
     is_auto = policy is AutoShardPolicy.AUTO
     source = _source(data)
     sharding = _choose(policy, num_files, 1 if workers is None else workers.size)
-    if policy is AutoShardPolicy.HINT and not (isinstance(source, Pipeline) and source.has_shard_hint):
+    if policy is AutoShardPolicy.HINT and not (is_pipeline(source) and source.has_shard_hint):
         why = "asked for; the dataset has no shard(SHARD_HINT, SHARD_HINT), so each process reads all the data"
         sharding = Sharding(policy, why)
     if is_auto and num_files is not None:
@@ -84,9 +84,9 @@ def shard(data: Any, policy: AutoShardPolicy, num_processes: int, index: int) ->
         # DataLoader refuses to have it set; the copy has not started any workers, so it is safe here
         result.__dict__.update(dataset=shard(data.dataset, policy, num_processes, index), _iterator=None)
         return result
-    if policy is AutoShardPolicy.FILE and isinstance(data, Pipeline) and data.num_files is not None:
+    if policy is AutoShardPolicy.FILE and is_pipeline(data) and data.num_files is not None:
         return data.shard_files(num_processes, index)
-    if policy is AutoShardPolicy.HINT and isinstance(data, Pipeline) and data.has_shard_hint:
+    if policy is AutoShardPolicy.HINT and is_pipeline(data) and data.has_shard_hint:
         return data.shard_by_hint(num_processes, index)
     return copy.copy(data)
 
@@ -94,8 +94,8 @@ def shard(data: Any, policy: AutoShardPolicy, num_processes: int, index: int) ->
 def _asked_policy(data: Any, asked: AutoShardPolicy | None) -> AutoShardPolicy:
     if asked is None:
         source = _source(data)
-        is_pipeline = isinstance(source, Pipeline)
-        asked = source.options().experimental_distribute.auto_shard_policy if is_pipeline else AutoShardPolicy.AUTO
+        has_pipeline = is_pipeline(source)
+        asked = source.options().experimental_distribute.auto_shard_policy if has_pipeline else AutoShardPolicy.AUTO
     if not isinstance(asked, AutoShardPolicy):
         raise TypeError(f"auto_shard_policy must be a ts.data.AutoShardPolicy. Received: {asked!r}")
     return asked
@@ -147,7 +147,7 @@ def _source(data: Any) -> Any:
 def _num_files(data: Any) -> int | None:
     """Return how many files a dataset reads that can be shared out, ``None`` if it does not read files."""
     source = _source(data)
-    return source.num_files if isinstance(source, Pipeline) else None
+    return source.num_files if is_pipeline(source) else None
 
 
 def _base(name: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchstrategy.data.agreement import SharedStream, Workers, find_generators
 from torchstrategy.data.checks import raw_bytes
 from torchstrategy.data.numpy import ArrayBatches
-from torchstrategy.data.pipeline.base import Pipeline
+from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.log import logger, warn_once
 
@@ -258,7 +258,7 @@ def check_state(state: Any, kinds: list[str]) -> None:
 
 def _own(data: Any) -> Any:
     """Return data with a position of its own, where a copy has one; so that iterations don't disturb each other."""
-    if isinstance(data, (Pipeline, ArrayBatches)):
+    if is_pipeline(data) or isinstance(data, ArrayBatches):
         return copy.copy(data)
     if isinstance(data, DataLoader) and is_resumable(data) and not data.persistent_workers:
         data = copy.copy(data)

@@ -15,7 +15,7 @@ from torchstrategy import tree
 from torchstrategy.data.agreement import Workers, check_equal, find_generators, known_length
 from torchstrategy.data.batch import Components, LocalBatch, check_splittable, components, signature, split_batch
 from torchstrategy.data.checks import warn_of_other_values
-from torchstrategy.data.pipeline.base import Pipeline
+from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.position import END, Position, StreamReader, is_resumable
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
@@ -185,11 +185,11 @@ def first_element(data: Iterable[Any]) -> Components:
     Raises:
         ValueError: there is none.
     """
-    if isinstance(data, Pipeline):
+    if is_pipeline(data):
         return components(data.peek())
     if isinstance(data, DataLoader):
         dataset: Any = data.dataset
-        if isinstance(dataset, Pipeline):  # which counts its iterations, but not peeks
+        if is_pipeline(dataset):  # which counts its iterations, but not peeks
             example = dataset.peek()
             return components(data.collate_fn(example if data.batch_size is None else [example]))
         data = copy.copy(data)

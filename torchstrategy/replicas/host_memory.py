@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,23 +29,12 @@ from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.host_places import Place
 from torchstrategy.replicas.host_states import StateSharing
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.updating import updating
 
-__all__ = ["HostMemory", "is_updating"]
+__all__ = ["HostMemory"]
 
 _OPERATION = "the update on the host"
 _NUM_LOOKS = 10
-
-
-class _Updating(threading.local):
-    value = False
-
-
-_updating = _Updating()
-
-
-def is_updating() -> bool:
-    """Say whether this thread is in an optimizer's step on the host, where nothing is summed."""
-    return _updating.value
 
 
 class HostMemory:
@@ -146,11 +134,10 @@ class HostMemory:
             for name in ("grad_scale", "found_inf"):  # given to the optimizer by a GradScaler
                 if isinstance(getattr(optimizer, name, None), Tensor):
                     setattr(optimizer, name, getattr(optimizer, name).to(self._device))
-        _updating.value = True
         try:
-            yield
+            with updating():
+                yield
         finally:
-            _updating.value = False
             with _plainly():
                 self._settle([(place, [place.host]) for place, _ in moved if place.host is not None])
                 for place, grad in moved:
