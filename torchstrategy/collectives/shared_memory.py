@@ -6,10 +6,10 @@ descriptor travels over Unix sockets, one between each pair of ranks, which afte
 collective. A rank waits in ``recv``: nothing spins, and the end of a process ends the wait at once.
 
 Data passes in chunks through three slots of the memory, so that some chunks are written while others are read. Each
-slot has an area for each rank's input, and one for results. In **one step**, every rank copies its chunk to its area,
-and adds up all of them itself. In **two steps**, every rank copies only what the others need, adds up its own part of
-the chunk, and writes it to the results, from where the others copy it: more waiting, but less work for three and more
-ranks. Sums are in the order of ranks, so all ranks get the same bits.
+slot has an area for each rank's input and, where there are more than two, one for results. In **one step**, every rank
+copies its chunk to its area, and adds up all of them itself. In **two steps**, every rank copies only what the others
+need, adds up its own part of the chunk, and writes it to the results, from where the others copy it: more waiting, but
+less work for three and more ranks. Sums are in the order of ranks, so all ranks get the same bits.
 
 Who may write when: a rank sends a byte when its input is there, and in two steps another one when its results are. An
 area of input may be overwritten once every other rank has sent the byte that follows its reading (``_free_at``). The
@@ -45,6 +45,7 @@ _AHEAD = 2  # chunks that are in the memory before the first one is added up
 _MEMORY_BYTES = 64 << 20
 # Up to this size one step is faster than two between 3 and 4 processes; between 2 it always is.
 _ONE_STEP_BYTES = 1 << 20
+_SMALL_BYTES = 4 << 20
 _ALIGNMENT = 64
 _POLL_US = 500_000
 _SET_UP_S = 30.0
@@ -70,9 +71,9 @@ class SharedMemoryPlane:
         self._size = len(peers) + 1
         self._peers = dict(sorted(peers.items()))
         self._chunk_bytes = chunk_bytes(self._size)
-        slots = torch.frombuffer(memory, dtype=torch.uint8).view(_NUM_SLOTS, self._size + 1, self._chunk_bytes)
+        slots = torch.frombuffer(memory, dtype=torch.uint8).view(_NUM_SLOTS, _num_areas(self._size), self._chunk_bytes)
         self._inputs: list[list[Tensor]] = [list(slot[: self._size]) for slot in slots]
-        self._results: list[Tensor] = [slot[self._size] for slot in slots]
+        self._results: list[Tensor] = [slot[-1] for slot in slots]
         self._slot = 0
         self._sent = 0  # bytes to each peer
         self._arrived = dict.fromkeys(self._peers, 0)
@@ -184,7 +185,7 @@ class SharedMemoryPlane:
             self._free_at[slot] = self._sent + 1
 
     def _broadcast(self, tensor: Tensor, check: Check) -> None:
-        for chunk in torch.split(tensor, self._chunk_bytes):
+        for chunk in self._split(tensor):
             slot = self._take_slot(check)
             area = self._input(slot, 0, chunk)
             if self._index == 0:
@@ -195,7 +196,9 @@ class SharedMemoryPlane:
             self._free_at[slot] = self._sent + 1
 
     def _split(self, numbers: Tensor) -> Sequence[Tensor]:
-        return torch.split(numbers, self._chunk_bytes // numbers.element_size())
+        # Small models' processes have less of the memory for it, and their sums take hardly longer.
+        size = self._chunk_bytes // 2 if numbers.nbytes <= _SMALL_BYTES else self._chunk_bytes
+        return torch.split(numbers, size // numbers.element_size())
 
     def _input(self, slot: int, rank: int, like: Tensor) -> Tensor:
         return self._inputs[slot][rank][: _num_bytes(like)].view(like.dtype)
@@ -250,13 +253,18 @@ class SharedMemoryPlane:
 def chunk_bytes(size: int) -> int:
     """Return the bytes of a tensor that are in one slot of the memory, so that all slots take at most 64 MiB.
 
-    Measured with 10 M floats between 2, 3 and 4 processes, from 256 KiB to 4 MiB: small chunks make the ranks wait for
-    each other more often, large ones leave the caches.
+    Measured with 10 M floats between 2, 3 and 4 processes, from 128 KiB to 4 MiB: small chunks make the ranks wait for
+    each other more often, large ones leave the caches. Each process holds all that it has touched of the slots.
     """
-    chunk = 1 << 20 if size == 2 else 2 << 20
-    while _NUM_SLOTS * (size + 1) * chunk > _MEMORY_BYTES:
+    chunk = 512 << 10 if size == 2 else 2 << 20
+    while _NUM_SLOTS * _num_areas(size) * chunk > _MEMORY_BYTES:
         chunk //= 2
     return chunk
+
+
+def _num_areas(size: int) -> int:
+    """Return the number of areas of a slot: one for each input, and one for the results of two steps."""
+    return size if size == 2 else size + 1
 
 
 def share_memory(
@@ -312,7 +320,7 @@ def _listen(card: list[str]) -> socket.socket:
 
 
 def _allocate(size: int) -> int:
-    num_bytes = _NUM_SLOTS * (size + 1) * chunk_bytes(size)
+    num_bytes = _NUM_SLOTS * _num_areas(size) * chunk_bytes(size)
     descriptor = os.memfd_create("torchstrategy")
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)  # now, because later there would be a bus error

@@ -41,6 +41,8 @@ __all__ = [
 
 #: How far the sums of equal parameters may be apart, in parts of the sum of absolute values.
 _RELATIVE_TOLERANCE = 1e-5
+#: To sum in double precision, torch makes a copy in double precision: of so many elements at a time.
+_PART_NUMBERS = 1 << 18
 
 
 class GradientSum(NamedTuple):
@@ -346,8 +348,14 @@ def _checksums(parameters: Sequence[Tensor]) -> list[list[float]]:
 
 def _checksum(parameter: Tensor) -> Tensor:
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    wide = values.double()
-    return torch.stack([wide.sum(), wide.abs().sum()])
+    parts: Sequence[Tensor] = [values]
+    if values.dim() and values.device.type != "xla":  # which fuses the copy with the sums
+        parts = torch.split(values, max(1, _PART_NUMBERS * len(values) // max(1, values.numel())))
+    sums = []
+    for part in parts:
+        wide = part.double()
+        sums.append(torch.stack([wide.sum(), wide.abs().sum()]))
+    return torch.stack(sums).sum(0)
 
 
 def _only_some_nan(values: Sequence[float]) -> bool:
