@@ -42,6 +42,8 @@ class Peer:
         threads = str(options["threads"])
         command = [*prefix, python, str(Path(__file__).parent / program), json.dumps(options)]
         environ = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environ or {})}
+        # Packages are compiled when they are installed, but not one that is installed in place, such as this library.
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)
         try:
             with log_path.open("a") as log:
                 self._process = subprocess.Popen(
