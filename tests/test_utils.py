@@ -1,5 +1,6 @@
 """One seed for everything that a program draws."""
 
+import linecache
 import random
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy import host_memory
 
 
 def draw_all():
@@ -133,6 +135,17 @@ print(worked, faults(20))
 def test_memory_is_not_kept_by_other_c_libraries(monkeypatch):
     monkeypatch.setattr("torchstrategy.host_memory.ctypes.CDLL", lambda name: object())
     assert ts.utils.keep_freed_memory() is False
+
+
+def test_only_sources_that_can_be_read_again_are_forgotten():
+    own = (4, None, ["1/0\n"], "<cell 1>")
+    linecache.cache["<cell 1>"] = own
+    first = linecache.getline(torch.__file__, 1)
+    host_memory.forget_sources()
+    assert torch.__file__ not in linecache.cache
+    assert linecache.cache.pop("<cell 1>") == own
+    assert first
+    assert linecache.getline(torch.__file__, 1) == first
 
 
 @pytest.mark.parametrize(("num_replicas", "concurrent"), [(2, True), (2, False), (1, True)])

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from torchstrategy.collectives import records
+from torchstrategy.collectives.connections import lookup_name
 from torchstrategy.collectives.records import RecordMesh, RecordTree, connect_records
 
 
@@ -191,3 +192,11 @@ def test_a_stranger_with_the_key_but_a_foreign_rank_is_turned_away():
             assert stranger.recv(1) == b""
 
     close(connect_all(2, before=intrude))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "worker-0.example", "b\u00fccher.example"])
+def test_hosts_are_looked_up_by_their_names(host):
+    name = lookup_name(host)
+    assert name == (host if "\u00fc" in host else host.encode())
+    if host[0] in "1:":
+        assert socket.getaddrinfo(name, 1) == socket.getaddrinfo(host, 1)

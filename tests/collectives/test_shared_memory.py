@@ -15,8 +15,9 @@ DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.complex64),
 ]
-# Of float32; chunks have 1024 numbers here, and tensors of more than 512 are added in two steps between 3 and more.
-LENGTHS = [0, 1, 2, 5, 31, 512, 513, 1024, 1025, 3000, 4096, 10_001]
+# Of float32; chunks have 1024 numbers here, and 512 of tensors of up to 2048; tensors of more than 512 are added in two
+# steps between 3 and more.
+LENGTHS = [0, 1, 2, 5, 31, 512, 513, 1024, 1025, 2048, 2049, 3000, 4096, 10_001]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,6 +25,7 @@ def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "chunk_bytes", lambda size: 4096)
         patch.setattr(shared_memory, "_ONE_STEP_BYTES", 2048)
+        patch.setattr(shared_memory, "_SMALL_BYTES", 8192)
         yield
 
 
