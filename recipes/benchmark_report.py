@@ -70,17 +70,21 @@ def best_peer(model: str, setting: str, times: dict[str, list[float]]) -> str:
 def starts_table(results: Results) -> str:
     """Tell what a start takes, and the memory at its peak."""
     head = ["s to the end of the first step", "of them after importing torch or TF"]
-    head += ["peak memory, MiB", "after 6 steps, pages that processes share counted once"]
+    head += ["peak memory, MiB", "ours / it", "after 6 steps, pages that processes share counted once"]
     texts = []
     for model, by_way in results["starts"].items():
         rows = []
         for way in known_ways(by_way):
             starts = by_way.get(way)
-            row = ["not run", "", "", ""]
+            row = ["not run", "", "", "", ""]
             if starts:
-                seconds = [np.median([start[name] for start in starts]) for name in ("seconds", "built")]
-                bytes_ = [np.median([start[name] for start in starts]) for name in ("peak", "held")]
-                row = [f"{value:.2f}" for value in seconds] + [f"{value / MB:,.0f}" for value in bytes_]
+                figures = {name: [start[name] for start in starts] for name in ("seconds", "built", "peak", "held")}
+                row = [f"{np.median(figures[name]):.2f}" for name in ("seconds", "built")]
+                row.append(spread_cell(figures["peak"], MB))
+                row.append(
+                    "" if way == OURS else ratio_cell([start["peak"] for start in by_way[OURS]], figures["peak"])
+                )
+                row.append(f"{np.median(figures['held']) / MB:,.0f}")
             rows.append([title(way, results["options"]["replicas"]), *row])
         texts.append(markdown([model, *head], rows))
     return "\n\n".join(texts)
