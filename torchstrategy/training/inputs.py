@@ -21,7 +21,7 @@ from torchstrategy.data.dataset import DistributedDataset
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.loader import has_index_batches
 from torchstrategy.data.numpy import ArrayDataset
-from torchstrategy.data.pipeline.dataset import Dataset as Pipeline
+from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.sources import WholeBatches
 from torchstrategy.options import InputOptions
 from torchstrategy.strategy import Strategy
@@ -276,7 +276,7 @@ def _batched(x: Any, batch_size: int | None, *, shuffle: bool, names: DataArgume
         raise TypeError(f"{names.x} is {shown_type(x)}, which is no data. {_ACCEPTED}")
     if batch_size is None:
         return x
-    if isinstance(x, Pipeline):
+    if is_pipeline(x):
         if x.batch_size is not None:
             _check_no_batch_size(x, batch_size, names)
         return x.batch(int(batch_size))
