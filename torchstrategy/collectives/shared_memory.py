@@ -73,7 +73,7 @@ class SharedMemoryPlane:
         self._chunk_bytes = chunk_bytes(self._size)
         slots = torch.frombuffer(memory, dtype=torch.uint8).view(_NUM_SLOTS, _num_areas(self._size), self._chunk_bytes)
         self._inputs: list[list[Tensor]] = [list(slot[: self._size]) for slot in slots]
-        self._results: list[Tensor] = [slot[-1] for slot in slots]
+        self._results: list[Tensor] = [area for slot in slots for area in slot[self._size :]]  # none between two
         self._slot = 0
         self._sent = 0  # bytes to each peer
         self._arrived = dict.fromkeys(self._peers, 0)
