@@ -54,10 +54,21 @@ class Peer:
         if self._pid is None:
             return True
         try:
-            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return is_stopped(Path(f"/proc/{self._pid}/stat"))
         except OSError:
             return True
-        return state in "TtZX"
+
+
+def is_stopped(stat: Path) -> bool:
+    """Say whether a process or a thread can't run.
+
+    Args:
+        stat: its file of that name under ``/proc``.
+
+    Raises:
+        OSError: it is gone, or there is no such file.
+    """
+    return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
 
 
 def frame(message: Message) -> bytes:

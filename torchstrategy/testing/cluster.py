@@ -28,6 +28,7 @@ import torch
 
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
+from torchstrategy.collectives.control_peer import is_stopped
 from torchstrategy.server import Server
 from torchstrategy.testing.processes import process_context
 
@@ -272,10 +273,9 @@ class _ServerProcess:
 
     def _is_halted(self) -> bool:
         try:
-            stats = [file.read_text() for file in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+            return all(map(is_stopped, Path(f"/proc/{self.process.pid}/task").glob("*/stat")))
         except OSError:  # a thread has ended meanwhile
             return False
-        return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)
 
     def ask_to_end(self) -> None:
         if self.is_alive:
