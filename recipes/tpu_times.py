@@ -106,6 +106,7 @@ def plain_block(options: dict[str, Any]) -> Block:
 def loop_block(options: dict[str, Any]) -> Block:
     """Return the program as a loop under the strategy."""
     import tpu  # noqa: PLC0415 - beside this file
+    from training_steps import replica_step  # noqa: PLC0415
 
     import torchstrategy as ts  # noqa: PLC0415
 
@@ -115,17 +116,11 @@ def loop_block(options: dict[str, Any]) -> Block:
         optimizer = make_optimizer(model, options)
     dataset = strategy.experimental_distribute_dataset(make_batches(options, strategy.num_replicas_in_sync))
 
-    def replica_step(inputs: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
-        loss = ts.nn.compute_average_loss(losses, global_batch_size="actual")
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    train = replica_step(model, optimizer)
 
     @ts.function
     def step(inputs: Any, labels: Any) -> Tensor:
-        return strategy.reduce("SUM", strategy.run(replica_step, args=(inputs, labels)))
+        return strategy.reduce("SUM", strategy.run(train, args=(inputs, labels)))
 
     def block(profile: profiles.Profile | None = None) -> float:
         for inputs, labels in dataset if profile is None else profile.steps(dataset):

@@ -95,23 +95,28 @@ def accelerate(work: Work) -> Training:
 
 def ours(work: Work, strategy: ts.Strategy) -> Training:
     """Train under a strategy."""
-    import torchstrategy as ts  # noqa: PLC0415 - the peers do without
-
     with strategy.scope():
         model = work.make_model()
         optimizer = work.make_optimizer(model.parameters())
     dataset = torch.utils.data.TensorDataset(*work.batch)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset, batch_size=len(dataset))))
 
-    def replica_step(images: Tensor, labels: Tensor) -> Tensor:
+    return Training(model, functools.partial(strategy.run, replica_step(model, optimizer), args=tuple(batch)))
+
+
+def replica_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a replica's step under a strategy, on inputs and labels; it gives its part of the mean loss."""
+    import torchstrategy as ts  # noqa: PLC0415 - the peers do without
+
+    def step(inputs: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
+        losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
         loss = ts.nn.compute_average_loss(losses, global_batch_size="actual")
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return Training(model, functools.partial(strategy.run, replica_step, args=tuple(batch)))
+    return step
 
 
 def ours_in_processes(work: Work) -> Training:
