@@ -133,6 +133,27 @@ def test_a_failure_of_all_is_outlived_if_one_is_late(watches):
     assert outcomes == {0: True, 1: True, 2: True}
 
 
+def test_which_collectives_a_failed_rank_had_got_through(watches):
+    ranks = watches((0, 0, 0))
+    for watch in ranks:
+        watch.num_collectives = 3
+    assert not ranks[0].is_past(3)  # nobody has failed
+    ranks[1].report("run", ValueError("x"))
+    assert [ranks[0].is_past(number) for number in (2, 3, 4)] == [True, True, False]
+    ranks[2].note_given_up()
+    ranks[2].num_collectives += 1
+    ranks[2].report("run", ValueError("y"))
+    assert [ranks[0].is_past(number) for number in (2, 3, 4)] == [True, False, False]
+
+
+def test_a_lost_rank_has_got_through_nothing(watches):
+    ranks = watches((0, 0))
+    ranks[0].num_collectives = 1
+    ranks[0]._lose(1, closed=True)
+    assert ranks[0].failure is not None
+    assert not ranks[0].is_past(1)
+
+
 def test_ranks_behind_one_that_does_not_answer_are_not_blamed(watches):
     ranks = watches((0, 0, 1, 1))
     deaf = ranks[2]._plane

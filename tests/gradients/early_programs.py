@@ -112,10 +112,20 @@ def _lose(how: str) -> None:
     raise ValueError("boom")
 
 
-def errors_after_a_loss(implementation: str) -> list[str]:
-    """Rank 1 fails in the middle of a backward pass; say what this rank's next steps and collectives raise."""
+def errors_after_a_loss(implementation: str, *, is_late: bool) -> list[str]:
+    """Rank 1 fails in the middle of a backward pass; say what this rank's next steps and collectives raise.
+
+    Args:
+        implementation: of the communication.
+        is_late: whether rank 0 is told before it waits for the sums of the step before.
+    """
     job = Job(strategy_of(True, implementation))
     model, optimizer = job.make(net)
+    watch, finish = job.strategy.workers.watch, job.early.finish
+
+    def finish_late(reports: Any) -> Any:
+        assert watch.wait_for_report(20.0) is not None
+        return finish(reports)
 
     def step(i: int, x: Tensor) -> None:
         optimizer.zero_grad()
@@ -127,6 +137,7 @@ def errors_after_a_loss(implementation: str) -> list[str]:
 
     errors = []
     for i, x in job.batches(8):
+        job.early.finish = finish_late if is_late and (i, job.rank) == (4, 0) else finish
         try:
             job.run(step, i, x)
         except (ValueError, ts.errors.ReplicaFailedError) as error:

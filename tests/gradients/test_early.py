@@ -1,5 +1,6 @@
 """Sums that begin during ``backward`` change no number, in worker processes over every route."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -91,10 +92,11 @@ def test_a_rank_that_is_lost_while_a_bucket_flies(how, route):
     assert text in str(outcomes[0].error)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_comes_after_a_lost_rank_is_refused(route):
+def test_what_comes_after_a_lost_rank_is_refused(route, is_late):
     with ts.testing.ProcessPool(2) as pool:
-        other, own = pool.run(programs.errors_after_a_loss, ROUTES[route])
+        other, own = pool.run(functools.partial(programs.errors_after_a_loss, is_late=is_late), ROUTES[route])
     assert own[0] == "5: ValueError: in the middle of backward"
     assert [error.split(": ")[0] for error in own] == ["5", "6", "7", "reduce"]
     assert all("this rank failed earlier" in error for error in own[1:2])

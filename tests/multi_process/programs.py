@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -442,6 +443,34 @@ def fail_alone() -> list[str]:
         message_of(lambda: strategy.reduce("sum", torch.ones(()))),
         message_of(ts.MirroredStrategy),
     ]
+
+
+def fail_after_a_collective() -> list[str]:
+    """Rank 1 fails when it has got through a collective; rank 0 is told before it receives what it waits for."""
+    strategy = ts.MirroredStrategy()
+    workers = strategy.workers
+    start = workers._records.start
+
+    def start_slowly(body: bytes, check: Any) -> Any:
+        receive = start(body, check)
+
+        def receive_late(check: Any) -> Any:
+            assert workers.watch.wait_for_report(20.0) is not None
+            check()
+            return receive(check)
+
+        return receive_late
+
+    if workers.rank == 0:
+        workers._records.start = start_slowly
+    found = [str(float(strategy.reduce("sum", torch.ones(()))))]
+    if workers.rank == 1:
+
+        def fn() -> None:
+            raise ValueError("after it")
+
+        return [*found, message_of(lambda: strategy.run(fn))]
+    return [*found, message_of(lambda: strategy.reduce("sum", torch.ones(())))]
 
 
 def lose(rank: int, how: str) -> object:

@@ -90,6 +90,14 @@ def test_the_job_does_not_go_on_after_a_failure_of_one_rank():
     assert "ReplicaFailedError" in refused[1]
 
 
+def test_a_rank_that_fails_after_a_collective_lets_the_others_through_it():
+    with ts.testing.ProcessPool(2) as pool:
+        (through, refused), failed = pool.run(programs.fail_after_a_collective)
+    assert failed == ["2.0", "ValueError: after it"]
+    assert through == "2.0"
+    assert "Rank 1 (replica 1) failed in Strategy.run: ValueError: after it" in refused
+
+
 @pytest.mark.parametrize(
     ("rank", "how", "expected"),
     [

@@ -155,7 +155,8 @@ class ControlPlane:
     def _give_up(self, missing: Sequence[int], how: str) -> NoReturn:
         """Tell the ranks that are connected whom this one waited for; else they would take this one for the culprit."""
         names = ", ".join(map(str, missing))
-        record = {"rank": names, "replica": None, "operation": None, "error": how, "num_collectives": -1}
+        counts = {"num_collectives": -1, "num_passed": -1}
+        record = {"rank": names, "replica": None, "operation": None, "error": how, **counts}
         message = frame({"from": self._rank, "to": None, "kind": "failed", "body": [0, record]})
         for peer in self._peers.values():
             with contextlib.suppress(OSError):

@@ -75,6 +75,7 @@ class FailureWatch:
         self.position = "start-up"
         #: How many collectives this rank has begun, in all groups.
         self.num_collectives = 0
+        self._given_up: int | None = None  # the number of the first one whose end this rank does not wait for
         self._changed = threading.Condition()
         self._round = 0  # counts the failures that all ranks had in common, and outlived
         self._failures: defaultdict[int, dict[int, Record]] = defaultdict(dict)  # by round, by rank
@@ -124,6 +125,7 @@ class FailureWatch:
             "operation": operation[:_MAX_TEXT],
             "error": f"{type(error).__name__}: {error}"[:_MAX_TEXT],
             "num_collectives": self.num_collectives,
+            "num_passed": self.num_collectives if self._given_up is None else self._given_up - 1,
             "is_deadline": isinstance(error, DeadlineExceededError),
         }
         with self._changed:
@@ -132,6 +134,22 @@ class FailureWatch:
             self._aware = {self._rank: self.num_collectives}
             self._plane.post("failed", [self._round, record])
             self._wait(lambda: len(self._aware.keys() | self._absent.keys()) == self._size, _ANSWER_S)
+
+    def note_given_up(self) -> None:
+        """Take notice that this rank leaves its latest collective before the end."""
+        self._given_up = self._given_up or self.num_collectives
+
+    def is_past(self, number: int) -> bool:
+        """Say whether there are failures, all of ranks that had got through a collective before.
+
+        Args:
+            number: how many collectives had begun with it, in all groups.
+        """
+        if self._first is None:
+            return False
+        with self._changed:
+            failures = [self._first, *self._failures[self._round].values()]
+            return all(failure is not None and failure["num_passed"] >= number for failure in failures)
 
     def recover(self) -> bool:
         """Go on after a failure that all ranks had at the same point, as when all raise the same error in ``run``.
@@ -310,7 +328,7 @@ def describe(record: Record) -> str:
 
 
 def _lost_record(rank: int, how: str) -> Record:
-    return {"rank": rank, "replica": None, "operation": None, "error": how, "num_collectives": -1}
+    return {"rank": rank, "replica": None, "operation": None, "error": how, "num_collectives": -1, "num_passed": -1}
 
 
 def _without_site(place: str) -> str:

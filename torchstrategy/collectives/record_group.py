@@ -33,6 +33,9 @@ from torchstrategy.log import warn_once
 
 __all__ = ["RecordGroup", "check_equal"]
 
+# How long data of a rank that has failed may be under way.
+_ON_ITS_WAY_S = 5.0
+
 _Result = TypeVar("_Result")
 
 
@@ -139,6 +142,7 @@ class RecordGroup:
             reason: what has happened, as a part of a sentence.
         """
         self._broken = self._broken or reason
+        self.watch.note_given_up()
 
     def _exchange(self, operation: str, payload: Any, data: bytes | None = None) -> tuple[list[Any], list[bytes]]:
         """Exchange payloads, and data that travels along; a rank that brings none has empty data."""
@@ -199,18 +203,30 @@ class RecordGroup:
     def _guarded(self, operation: str, act: Callable[[Check], _Result]) -> _Result:
         """Do what depends on other ranks, and turn a lost connection into an error that says who is missing."""
         try:
-            return act(self._checker(operation))
+            return act(self._checker(operation, self.watch.num_collectives))
         except ConnectionError as error:
             self._raise_lost(operation, error)
         except BaseException:
             self.give_up(f"{operation} was given up")
             raise
 
-    def _checker(self, operation: str) -> Check:
-        """Return a function that raises when another rank has failed or the time is up."""
+    def _checker(self, operation: str, number: int | None = None) -> Check:
+        """Return a function that raises when another rank has failed or the time is up.
+
+        Args:
+            operation: as in ``exchange``.
+            number: of the collective whose end is waited for. A rank that failed after it has sent what is needed for
+                it, so that all ranks get through it, no matter which of them runs first.
+        """
         deadline = time.monotonic() + self._timeout_s
+        known_at: float | None = None
 
         def check() -> None:
+            nonlocal known_at
+            if number is not None and not self._broken and self.watch.is_past(number):
+                known_at = known_at or time.monotonic()
+                if time.monotonic() - known_at < _ON_ITS_WAY_S:
+                    return
             self._raise_if_failed(operation)
             if time.monotonic() > deadline:
                 self._broken = f"{operation} did not complete within {self._timeout_s:g} s"
@@ -241,8 +257,9 @@ class RecordGroup:
 
     def _raise_lost(self, operation: str, error: Exception) -> NoReturn:
         self.watch.wait_for_report(1.0)
+        self.watch.note_given_up()
         self._raise_if_failed(operation)
-        self._broken = f"the connection to another rank broke in {operation}"
+        self.give_up(f"the connection to another rank broke in {operation}")
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
         raise ReplicaFailedError(
             f"{operation}: the connection to another rank broke. {self.watch.where_is_everyone()}\n({reason})"
