@@ -80,11 +80,11 @@ class Tasks:
         path = self.folder / f"{name}.steps"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for_step(self, name, step, timeout_s=40.0):
+    def wait_for_step(self, name, step, timeout_s=120.0):
         """Wait until a task has made a step."""
         self.wait_until(lambda: any(done >= step for done, _ in self.steps(name)), f"step {step} of {name}", timeout_s)
 
-    def wait_until(self, condition, what, timeout_s=40.0):
+    def wait_until(self, condition, what, timeout_s=120.0):
         """Wait until something is so."""
         deadline = time.monotonic() + timeout_s
         while not condition():
