@@ -96,7 +96,7 @@ def test_a_killed_server_is_noticed_and_its_port_is_free(loop):
             for each in (channel, encrypted):
                 with pytest.raises(UnavailableError, match="lost"):
                     each.call(Message("echo", {}))
-        server.join(60)  # its sockets are closed one after another
+        wait_until(lambda: not server.is_alive())  # its child has what `join` waits for; sockets are closed one by one
         with serving(address):
             assert handler.next_event()[0] == "ready"
 
