@@ -1,5 +1,7 @@
 """Early stopping in clusters: the chief finds that it is time to, and every task ends."""
 
+import pytest
+
 from tests.estimator.cluster_tasks import Tasks
 
 
@@ -12,6 +14,7 @@ def test_tasks_that_step_together_end_together(tmp_path):
         assert "Requesting early stopping at global step 3" in tasks.log("chief0")
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_learn_of_it(tmp_path):
     settings = {"strategy": "parameter_server", "max_steps": 100_000, "stop_early_at": 20, "step_s": 0.01}
     with Tasks(tmp_path, ["ps", "chief", "worker", "worker"], **settings) as tasks:

@@ -31,7 +31,7 @@ def unbroken(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("killed", ["chief0", "worker0"])
+@pytest.mark.parametrize("killed", ["chief0", pytest.param("worker0", marks=pytest.mark.slow)])
 def test_a_killed_task_and_a_new_start(tmp_path, unbroken, killed):
     steps, variables = unbroken
     with Tasks(tmp_path, JOBS, **SETTINGS, keeps_position=True, step_s=0.05) as tasks:
@@ -74,6 +74,7 @@ def test_without_the_position_the_data_starts_anew(tmp_path, unbroken):
     assert chief["variables"] == worker["variables"] != variables
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_evaluator_disturbs_nobody_and_catches_up(tmp_path, unbroken):
     steps, variables = unbroken

@@ -37,6 +37,7 @@ def test_chief_worker_and_evaluator(tmp_path):
         assert tasks.log("chief0").count("The cluster names no evaluator") == 1
 
 
+@pytest.mark.slow
 def test_workers_without_a_chief_with_sharded_data(tmp_path):
     with Tasks(tmp_path, ["worker", "worker"], strategy="multi_worker", shard=True) as tasks:
         tasks.start("worker0", "worker1")
@@ -48,7 +49,9 @@ def test_workers_without_a_chief_with_sharded_data(tmp_path):
         assert not (tasks.model_dir / "eval").exists()
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", None])
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("mirrored", "central_storage")), None]
+)
 def test_an_evaluator_that_is_in_the_cluster_follows_a_chief_alone(tmp_path, strategy):
     with Tasks(tmp_path, ["chief", "evaluator"], strategy=strategy, max_steps=6) as tasks:
         tasks.start("chief0", "evaluator0")
@@ -59,6 +62,7 @@ def test_an_evaluator_that_is_in_the_cluster_follows_a_chief_alone(tmp_path, str
         assert "no evaluator" not in tasks.log("chief0")
 
 
+@pytest.mark.slow
 def test_the_evaluator_ends_when_the_data_has_ended_the_training(tmp_path):
     # this evaluator is in the cluster, and makes the strategy too, as the program does in every task
     jobs = ["chief", "worker", "evaluator"]

@@ -162,7 +162,7 @@ def test_edits_that_keep_the_sum_of_elements_are_noticed(dtype, size):
 @pytest.mark.parametrize(
     ("route", "compression", "hosts"),
     [
-        pytest.param("shared memory", "", "0,0", id="shared memory"),
+        pytest.param("shared memory", "", "0,0", id="shared memory", marks=pytest.mark.slow),
         pytest.param("gloo", "", "0,0", id="gloo"),
         pytest.param("gloo", "bf16", "0,0", id="gloo as bf16", marks=pytest.mark.slow),
         pytest.param("shared memory", "", "0,1,1", id="two hosts", marks=pytest.mark.slow),

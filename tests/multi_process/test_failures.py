@@ -103,7 +103,7 @@ def test_a_rank_that_fails_after_a_collective_lets_the_others_through_it():
     [
         (0, "kill", "Rank 0 does not answer"),
         (1, "exit", "Rank 1 has ended its program"),
-        (0, "stop", "Rank 0 does not answer"),
+        pytest.param(0, "stop", "Rank 0 does not answer", marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_is_named(rank, how, expected):

@@ -38,8 +38,10 @@ print(f"done {sums}", flush=True)
 
 @pytest.mark.parametrize(
     ("source", "complaint"),
-    [(RESTART, "Rank 1 failed in its program"), (PROCESS_GROUP, "")],
-    ids=["restart", "process group"],
+    [
+        pytest.param(RESTART, "Rank 1 failed in its program", id="restart", marks=pytest.mark.slow),
+        pytest.param(PROCESS_GROUP, "", id="process group"),
+    ],
 )
 def test_torchrun(source, complaint, tmp_path, monkeypatch):
     program = tmp_path / "program.py"

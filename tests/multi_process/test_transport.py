@@ -76,7 +76,7 @@ def test_different_lengths_are_found_before_data_moves(length, process_pool):
         assert after == "[2.0]"
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "fails"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.slow), "fails"])
 def test_a_rank_lost_in_the_middle_of_shared_memory_is_named(how):
     start = time.monotonic()
     with ts.testing.ProcessPool(2) as pool, pytest.raises(ts.testing.RemoteError) as caught:

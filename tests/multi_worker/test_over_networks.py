@@ -92,7 +92,7 @@ def cut_while_training(hosts, cut, folder, **options):
     return [outcome.error for outcome in outcomes]
 
 
-@pytest.mark.parametrize("cut", [0, 2])
+@pytest.mark.parametrize("cut", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cut_link_is_noticed_by_the_missing_heartbeat(network, tmp_path, cut):
     errors = cut_while_training(network(3), [cut], tmp_path, heartbeat_s=2.0)
     for rank, error in enumerate(errors):
@@ -117,6 +117,7 @@ def test_every_link_can_be_cut(network, tmp_path):
     assert [blamed(error) for error in errors] == [{1}, {0}]
 
 
+@pytest.mark.slow
 def test_a_short_interruption_is_outlived(network, tmp_path):
     hosts = network(2)
     with (

@@ -60,7 +60,9 @@ def test_a_port_that_is_taken():
             assert leader in str(outcome.error)
 
 
-@pytest.mark.parametrize("leader", ["no-such-host.invalid:2222", "192.0.2.1:2222"])
+@pytest.mark.parametrize(
+    "leader", ["no-such-host.invalid:2222", pytest.param("192.0.2.1:2222", marks=pytest.mark.slow)]
+)
 def test_a_leader_address_that_leads_nowhere(leader):
     for outcome in outcomes_of(2, programs.start, (0.0, 0.0), 3.0, leader=leader):
         assert isinstance(outcome.error, (RuntimeError, ts.errors.DeadlineExceededError))
@@ -83,6 +85,7 @@ def test_the_job_starts_over_a_slow_link(network):
     assert hosts.traffic(1).packets > 0
 
 
+@pytest.mark.slow
 def test_a_keeper_of_the_store_that_is_stopped_when_all_have_met():
     with ts.testing.ProcessPool(3, launcher="TF_CONFIG") as pool:
         _, *others = pool.outcomes(programs.stop_before_connections, 2.0, timeout_s=SOON_S, silent=[0])
@@ -126,7 +129,7 @@ def lose_while_starting(seed):
     return late, unnamed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_a_rank_lost_while_the_job_starts_ends_the_others(seed):
     late, _ = lose_while_starting(seed)
     assert late == []

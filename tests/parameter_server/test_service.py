@@ -213,6 +213,7 @@ def test_state_of_a_user_that_json_can_not_hold():
         unpack_state(["x"], ())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow():
     """Neither pushes nor pulls leave tensors behind."""
     services, client = make_servers(1)

@@ -154,6 +154,7 @@ def stream_through(cluster, num_hits, seed):
     return chaos.hits
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_workers_are_hit_while_functions_stream(cluster):
     stream_through(cluster, 8, seed=1)

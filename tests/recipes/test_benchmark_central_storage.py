@@ -18,6 +18,7 @@ def run(folder, *options):
     return process
 
 
+@pytest.mark.slow
 def test_table_says_where_memory_is(tmp_path):
     process = run(tmp_path)
     rows = json.loads((tmp_path / "run" / "results.json").read_text())

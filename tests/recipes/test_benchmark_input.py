@@ -46,6 +46,7 @@ def run(folder, *options):
     return process
 
 
+@pytest.mark.slow
 def test_benchmark_prints_and_writes_every_figure(tmp_path):
     process = run(tmp_path, "num_workers=[0,1]", "pairs=2")
     results = json.loads((tmp_path / "run" / "results.json").read_text())

@@ -45,6 +45,7 @@ def check_files(run_path):
     assert (run_path / ".hydra" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_every_hosting_gives_the_same_result(tmp_path):
     """The same global batches, split or not, end in the same figures; each run has one folder, however many ranks."""
     options = [*SMALL, "clip_norm=0.5", "learning_rate=sqrt"]

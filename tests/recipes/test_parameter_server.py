@@ -170,6 +170,7 @@ def servers_of(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the servers as Linux tells them")
 def test_a_lost_worker_is_replaced_and_servers_end_with_the_recipe(tmp_path):
     recipe, output_path = start_in_background(tmp_path, *SMALL, "cluster.workers=1", "epochs=1000", "folder=run")

@@ -59,6 +59,7 @@ def test_every_task_runs_the_recipe(recipe, tmp_path, capfd):
     assert "[evaluator 0] I am evaluator_0\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_is_started_again(recipe, tmp_path, capfd):
     tasks.LocalTasks(recipe, ["fail=worker_0"], {"worker": 2}, tmp_path / "tasks", max_restarts=2).run()
     assert set(records(tmp_path)) == {"worker_0-0", "worker_0-1", "worker_0-2", "worker_1-0"}
