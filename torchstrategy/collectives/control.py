@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.connections import lookup_name
-from torchstrategy.collectives.control_peer import Message, Peer, frame, read_exactly, read_frame
+from torchstrategy.collectives.control_peer import Message, Peer, frame, lost_record, read_exactly, read_frame
 from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
 
@@ -155,9 +155,7 @@ class ControlPlane:
     def _give_up(self, missing: Sequence[int], how: str) -> NoReturn:
         """Tell the ranks that are connected whom this one waited for; else they would take this one for the culprit."""
         names = ", ".join(map(str, missing))
-        counts = {"num_collectives": -1, "num_passed": -1}
-        record = {"rank": names, "replica": None, "operation": None, "error": how, **counts}
-        message = frame({"from": self._rank, "to": None, "kind": "failed", "body": [0, record]})
+        message = frame({"from": self._rank, "to": None, "kind": "failed", "body": [0, lost_record(names, how)]})
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.connection.send(message)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Message", "Peer", "frame", "read_exactly", "read_frame"]
+__all__ = ["Message", "Peer", "frame", "is_stopped", "lost_record", "read_exactly", "read_frame"]
 
 _HEADER_BYTES = 4
 _MAX_BYTES = 1 << 20
@@ -69,6 +69,16 @@ def is_stopped(stat: Path) -> bool:
         OSError: it is gone, or there is no such file.
     """
     return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+
+
+def lost_record(rank: int | str, how: str) -> dict[str, Any]:
+    """Return what is known of the failure of a rank that can't tell of it; without an operation.
+
+    Args:
+        rank: its id, or several as a text.
+        how: what happened to it, as a part of a sentence.
+    """
+    return {"rank": rank, "replica": None, "operation": None, "error": how, "num_collectives": -1, "num_passed": -1}
 
 
 def frame(message: Message) -> bytes:

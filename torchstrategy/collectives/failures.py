@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.control import ControlPlane
-from torchstrategy.collectives.control_peer import Message
+from torchstrategy.collectives.control_peer import Message, lost_record
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 from torchstrategy.heartbeat import heartbeat_seconds
 from torchstrategy.log import logger
@@ -75,7 +75,7 @@ class FailureWatch:
         self.position = "start-up"
         #: How many collectives this rank has begun, in all groups.
         self.num_collectives = 0
-        self._given_up: int | None = None  # the number of the first one whose end this rank does not wait for
+        self._most_passed = sys.maxsize  # the first one that this rank has given up comes next
         self._changed = threading.Condition()
         self._round = 0  # counts the failures that all ranks had in common, and outlived
         self._failures: defaultdict[int, dict[int, Record]] = defaultdict(dict)  # by round, by rank
@@ -112,7 +112,7 @@ class FailureWatch:
             how = _SILENT.format(heartbeat_seconds())
             if others:
                 how += f"; nor {'does' if len(others) == 1 else 'do'} {_ranks(others)}"
-            return _lost_record(first, how)
+            return lost_record(first, how)
         return self._first
 
     def report(self, operation: str, error: BaseException, replica_id: int | None = None) -> None:
@@ -125,7 +125,7 @@ class FailureWatch:
             "operation": operation[:_MAX_TEXT],
             "error": f"{type(error).__name__}: {error}"[:_MAX_TEXT],
             "num_collectives": self.num_collectives,
-            "num_passed": self.num_collectives if self._given_up is None else self._given_up - 1,
+            "num_passed": min(self.num_collectives, self._most_passed),
             "is_deadline": isinstance(error, DeadlineExceededError),
         }
         with self._changed:
@@ -137,7 +137,7 @@ class FailureWatch:
 
     def note_given_up(self) -> None:
         """Take notice that this rank leaves its latest collective before the end."""
-        self._given_up = self._given_up or self.num_collectives
+        self._most_passed = min(self._most_passed, self.num_collectives - 1)
 
     def is_past(self, number: int) -> bool:
         """Say whether there are failures, all of ranks that had got through a collective before.
@@ -145,11 +145,12 @@ class FailureWatch:
         Args:
             number: how many collectives had begun with it, in all groups.
         """
-        if self._first is None:
+        first = self._first
+        if first is None:
             return False
         with self._changed:
-            failures = [self._first, *self._failures[self._round].values()]
-            return all(failure is not None and failure["num_passed"] >= number for failure in failures)
+            failures = [first, *self._failures[self._round].values()]
+        return all(failure["num_passed"] >= number for failure in failures)
 
     def recover(self) -> bool:
         """Go on after a failure that all ranks had at the same point, as when all raise the same error in ``run``.
@@ -269,7 +270,7 @@ class FailureWatch:
             if closed:
                 self._silent.discard(rank)
                 self._absent[rank] = _DIED
-                self._first = self._first or _lost_record(rank, _DIED)
+                self._first = self._first or lost_record(rank, _DIED)
             else:
                 self._silent.add(rank)
             self._changed.notify_all()
@@ -325,10 +326,6 @@ def describe(record: Record) -> str:
     replica = "" if record["replica"] is None else f" (replica {record['replica']})"
     how = "gave up" if record.get("is_deadline") else "failed"
     return f"Rank {record['rank']}{replica} {how} in {record['operation']}: {record['error']}"
-
-
-def _lost_record(rank: int, how: str) -> Record:
-    return {"rank": rank, "replica": None, "operation": None, "error": how, "num_collectives": -1, "num_passed": -1}
 
 
 def _without_site(place: str) -> str:

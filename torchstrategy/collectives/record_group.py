@@ -205,6 +205,7 @@ class RecordGroup:
         try:
             return act(self._checker(operation, self.watch.num_collectives))
         except ConnectionError as error:
+            self.watch.note_given_up()
             self._raise_lost(operation, error)
         except BaseException:
             self.give_up(f"{operation} was given up")
@@ -257,9 +258,8 @@ class RecordGroup:
 
     def _raise_lost(self, operation: str, error: Exception) -> NoReturn:
         self.watch.wait_for_report(1.0)
-        self.watch.note_given_up()
         self._raise_if_failed(operation)
-        self.give_up(f"the connection to another rank broke in {operation}")
+        self._broken = f"the connection to another rank broke in {operation}"
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
         raise ReplicaFailedError(
             f"{operation}: the connection to another rank broke. {self.watch.where_is_everyone()}\n({reason})"
