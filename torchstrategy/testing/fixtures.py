@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from torchstrategy.testing.cluster import LocalCluster
-from torchstrategy.testing.processes import ProcessPool
+from torchstrategy import testing  # whose members are imported when a test wants one
+
+if TYPE_CHECKING:
+    from torchstrategy.testing.cluster import LocalCluster
+    from torchstrategy.testing.processes import ProcessPool
 
 __all__ = ["local_cluster", "process_pool"]
 
@@ -19,7 +23,7 @@ def process_pool() -> Iterator[Callable[[int], ProcessPool]]:
 
     def get(size: int) -> ProcessPool:
         if size not in pools:
-            pools[size] = ProcessPool(size)
+            pools[size] = testing.ProcessPool(size)
         return pools[size]
 
     yield get
@@ -38,7 +42,7 @@ def local_cluster() -> Iterator[Callable[..., LocalCluster]]:
     def get(num_workers: int, num_ps: int = 1) -> LocalCluster:
         key = (num_workers, num_ps)
         if key not in clusters:
-            clusters[key] = LocalCluster(num_workers, num_ps)
+            clusters[key] = testing.LocalCluster(num_workers, num_ps)
         return clusters[key].start()
 
     yield get

@@ -1,0 +1,233 @@
+"""Runs each test file in a process that has not imported the library before: ``python -m tests.isolated [-j 2] ...``.
+
+What one test imports can't help another file's: a number that depends on what the program has imported shows. The
+processes are forked from one that has imported torch and pytest only, two at a time, so each is there in milliseconds;
+collecting stays as cheap as with one process. Pools of processes come from one server, which all files share.
+
+All further arguments are pytest's, such as paths, ``-m slow`` or ``-k name``. A plain ``pytest`` runs the same tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import collections
+import faulthandler
+import json
+import multiprocessing
+import os
+import selectors
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch._dynamo  # every optimizer's first step would import it
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("tests", "torchstrategy")
+LIBRARY = "torchstrategy"
+#: What every program that starts processes imports; torch's own imports it at an optimizer's first step.
+PRELOADED = [LIBRARY, "torch._dynamo"]
+#: pytest's plugins that have no say in one file's process.
+LEFT_OUT = ("-p", "no:xdist", "-p", "no:cacheprovider")
+NOTHING_COLLECTED = 5
+
+
+class Running(NamedTuple):
+    """A file's process, what it prints, and when it began."""
+
+    file: str
+    pid: int
+    output: object
+    start: float
+
+
+class Outcomes:
+    """A pytest plugin that counts what became of one file's tests.
+
+    Args:
+        connection: a file descriptor that gets the counts, and the ids of the failed, as one JSON line.
+    """
+
+    def __init__(self, connection):
+        self._connection = connection
+        self._counts = collections.Counter()
+        self._failed = []
+
+    def pytest_runtest_logreport(self, report):
+        if hasattr(report, "wasxfail"):
+            self._note("xfailed", report)
+        elif report.failed:
+            self._note("failed" if report.when == "call" else "errors", report)
+        elif report.skipped or report.when == "call":
+            self._note(report.outcome, report)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self._note("errors", report)
+        elif report.skipped:
+            self._note("skipped", report)
+
+    def pytest_sessionfinish(self):
+        os.write(self._connection, json.dumps([self._counts, self._failed]).encode())
+
+    def _note(self, outcome, report):
+        self._counts[outcome] += 1
+        if outcome in ("failed", "errors"):
+            self._failed.append(report.nodeid)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the files, print what fails as it comes, and return an exit status as pytest does."""
+    parser = argparse.ArgumentParser(description=__doc__, add_help=False, allow_abbrev=False)
+    parser.add_argument("-j", type=int, default=2, dest="num_jobs")
+    parser.add_argument("-m", default="", dest="markers")
+    parser.add_argument("--durations-of-files", type=int, default=0)
+    options, rest = parser.parse_known_args(arguments)
+    paths = [argument for argument in rest if Path(argument.partition("::")[0]).exists()]
+    to_pytest = [*LEFT_OUT, "-q", *(["-m", options.markers] if options.markers else [])]
+    to_pytest += [argument for argument in rest if argument not in paths]
+    files = sorted(
+        files_of(paths or FOLDERS, options.markers), key=lambda file: -Path(file.partition("::")[0]).stat().st_size
+    )
+    _start_server()
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    totals, failed, seconds = _run_all(files, to_pytest, options.num_jobs)
+    for file, took in sorted(seconds.items(), key=lambda item: -item[1])[: options.durations_of_files]:
+        print(f"{took:7.1f} s  {file}")
+    for name in failed:
+        print(f"FAILED {name}")
+    counts = ", ".join(
+        f"{totals[name]} {name}" for name in ("failed", "errors", "passed", "skipped", "xfailed") if totals[name]
+    )
+    print(f"=== {counts or 'no tests ran'} in {len(files)} files in {time.monotonic() - start:.0f} s ===", flush=True)
+    return 1 if failed else 0 if totals else NOTHING_COLLECTED
+
+
+def files_of(paths, markers: str = "") -> list[str]:
+    """Return the files below some paths that have tests; an ``a.py::test`` stays as it is.
+
+    Args:
+        paths: files, folders or ids of tests.
+        markers: pytest's ``-m``; if it is the name of a marker, only files that contain the word.
+    """
+    found = []
+    for path in map(str, paths):
+        if not Path(path).is_dir():
+            found.append(path)
+            continue
+        for file in sorted(Path(path).rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            has_tests = file.name.startswith("test_") or (">>>" in text and file.name != "conftest.py")
+            if has_tests and (not markers.isidentifier() or markers in text):
+                found.append(str(file))
+    return found
+
+
+def _start_server() -> None:
+    """Start what forks pools of processes, to be shared by all files; their lines belong to no file's output."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    kept = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        for standard in (1, 2):
+            os.dup2(nowhere.fileno(), standard)
+        forkserver.ensure_running()
+    for standard, descriptor in zip((1, 2), kept, strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+
+
+def _run_all(files, to_pytest, num_jobs):
+    totals, failed, seconds = collections.Counter(), [], {}
+    selector = selectors.DefaultSelector()
+    waiting = collections.deque(files)
+    num_done = 0
+    try:
+        while waiting or selector.get_map():
+            while waiting and len(selector.get_map()) < num_jobs:
+                _start(waiting.popleft(), to_pytest, selector)
+            for key, _ in selector.select():
+                running, num_done = key.data, num_done + 1
+                counts, names = _end(running, selector, key.fd)
+                totals.update(counts)
+                failed += names
+                seconds[running.file] = time.monotonic() - running.start
+                print(
+                    "F" if names else ".",
+                    end=f" {100 * num_done // len(files)} %\n" if num_done % 60 == 0 else "",
+                    flush=True,
+                )
+    finally:
+        for key in list(selector.get_map().values()):
+            os.kill(key.data.pid, signal.SIGKILL)
+            os.waitpid(key.data.pid, 0)
+    print()
+    return totals, failed, seconds
+
+
+def _start(file, to_pytest, selector):
+    read, write = os.pipe()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _be_a_file(file, to_pytest, write, output)
+    os.close(write)
+    selector.register(read, selectors.EVENT_READ, Running(file, pid, output, time.monotonic()))
+
+
+def _be_a_file(file, to_pytest, connection, output):
+    """Run one file's tests in this process, and end it."""
+    status = 3
+    try:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        if LIBRARY in sys.modules:
+            raise RuntimeError(f"{LIBRARY} has been imported before the tests of {file}.")
+        # The server is another process's child, which `ensure_running` can't wait for.
+        forkserver._forkserver.ensure_running = lambda: None
+        status = pytest.main([*to_pytest, file], plugins=[Outcomes(connection)])
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - a fork must not go on with its parent's program
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(status))
+
+
+def _end(running, selector, connection):
+    """Return what a file's process has counted, and the tests that failed; show what it printed if some did."""
+    answer = b""
+    while part := os.read(connection, 1 << 16):
+        answer += part
+    selector.unregister(connection)
+    os.close(connection)
+    status = os.waitstatus_to_exitcode(os.waitpid(running.pid, 0)[1])
+    counts, names = json.loads(answer) if answer else ({}, [])
+    if not names and status not in (0, NOTHING_COLLECTED):
+        names, counts = [f"{running.file} (the process ended with status {status})"], {**counts, "errors": 1}
+    if names:
+        running.output.seek(0)
+        print(f"\n=== {running.file}\n{running.output.read().decode(errors='replace')}", flush=True)
+    running.output.close()
+    return counts, names
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    os.chdir(ROOT)
+    sys.exit(main(sys.argv[1:]))
