@@ -12,7 +12,7 @@ PACKAGE = "torchstrategy"
 # A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
 LAYERS = [
     {"errors", "options", "tree", "log", "labels", "heartbeat", "names", "version", "host_memory", "later"},
-    {"devices", "context", "xla"},
+    {"devices", "context", "fingerprints", "xla"},
     {"values", "cluster_resolver"},
     {"collectives", "data", "transport"},
     {"replicas"},

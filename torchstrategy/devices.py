@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ def canonical_device(name: str | torch.device) -> torch.device:
         device(type='cpu', index=1)
     """
     if not isinstance(name, (str, torch.device)):
-        raise TypeError(f"A device must be a string or a torch.device. Received: {name!r}")
+        raise TypeError(f"A device must be a string or a torch.device, such as 'cuda:0' or 'cpu:1'. Received: {name!r}")
     match = _TF_NAME.match(str(name))
     kind = _TYPES.get(match[1].lower()) if match else None
     if match is None or kind is None:
@@ -79,17 +79,29 @@ def canonical_device(name: str | torch.device) -> torch.device:
     return torch.device(kind, index)
 
 
-def local_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
-    """Return a mirrored strategy's devices: the given ones, else all visible GPUs, else one CPU.
+def local_devices(devices: Sequence[str | torch.device] | int | None) -> tuple[torch.device, ...]:
+    """Return a mirrored strategy's devices.
+
+    Args:
+        devices: a list of devices; ``None`` means all visible GPUs, or one CPU; a number means so many GPUs, or CPU
+            replicas where there is none.
 
     Raises:
-        ValueError: the list is empty or names a device twice.
+        ValueError: the list is empty or names a device twice, or there are not so many GPUs.
+        TypeError: it is none of these.
     """
+    accelerators = tuple(torch.device(device) for device in visible_devices() if not device.startswith("cpu"))
     if devices is None:
-        found = [device for device in visible_devices() if not device.startswith("cpu")]
-        return tuple(torch.device(device) for device in found) or (torch.device("cpu", 0),)
-    if isinstance(devices, (str, torch.device)):
-        raise TypeError(f"devices must be a list of devices, such as [{str(devices)!r}]. Received: {devices!r}")
+        return accelerators or (torch.device("cpu", 0),)
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        found = accelerators or tuple(torch.device("cpu", index) for index in range(devices))
+        if not 1 <= devices <= len(found):
+            there = f", of which {len(accelerators)} are visible" if accelerators else ""
+            raise ValueError(f"devices must be a list of devices, or their number{there}. Received: {devices}")
+        return found[:devices]
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
+        example = [str(devices)] if isinstance(devices, (str, torch.device)) else ["cpu:0", "cpu:1"]
+        raise TypeError(f"devices must be a list of devices, such as {example}, or a number. Received: {devices!r}")
     result = tuple(canonical_device(device) for device in devices)
     if not result:
         raise ValueError("devices must name at least one device. Pass None to use all visible GPUs.")

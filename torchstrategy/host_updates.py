@@ -20,7 +20,6 @@ from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimize
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory
-from torchstrategy.replicas.marks import mark_applied, unmark
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
@@ -61,7 +60,8 @@ class HostUpdater:
         if not callable(closure):
             payload = _Step(context._gradient_sum(optimizer), optimizer, args, kwargs)
             return context._meet(MergeRequest(_OPERATION, self._step, payload))
-        context.sum_gradients(optimizer)  # those from before, as under any strategy
+        if context.num_replicas_in_sync > 1:
+            context._sum(optimizer, uses_applied=True)  # those from before, as under any strategy
         parameters = optimizer_parameters(optimizer)
         evaluate = functools.partial(self._evaluate, context, optimizer, closure)
         if context.replica_id_in_sync_group == 0:
@@ -79,8 +79,7 @@ class HostUpdater:
                     break
                 loss = evaluate()
                 result = loss if result is None else result
-        for parameter in parameters:
-            mark_applied(parameter)
+        self._summer.ledger.note_step(parameters)
         return result
 
     def _step(self, parts: Sequence[_Step]) -> list[Any]:
@@ -98,8 +97,7 @@ class HostUpdater:
         command = self._memory.finish(first.optimizer, f"{cleared:x}")
         for part in parts:
             _clear(part.gradients.parameters, command)
-            for parameter in part.gradients.parameters:
-                mark_applied(parameter)
+            self._summer.ledger.note_step(part.gradients.parameters)
         return [result] * len(parts)
 
     def _lead(
@@ -141,8 +139,6 @@ class HostUpdater:
 
     def _evaluate(self, context: Any, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call one replica's closure and sum gradients and losses."""
-        for parameter in optimizer_parameters(optimizer):
-            unmark(parameter)
         loss = closure()
         context.sum_gradients(optimizer)
         return context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())

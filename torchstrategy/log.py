@@ -11,13 +11,16 @@ import logging
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["guard_lines", "info_once", "logger", "set_rank", "show_info", "warn_once", "warning_once"]
+__all__ = ["guard_lines", "info_once", "logger", "set_rank", "show_info", "warn_once", "warn_once_at", "warning_once"]
 
 logger = logging.getLogger("torchstrategy")
 
 _said: set[str] = set()
+_said_of: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
 _said_lock = threading.Lock()
 _guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -73,25 +76,44 @@ def set_rank(rank: int) -> None:
 
 def info_once(message: str) -> None:
     """Log a line the first time this process says it."""
-    if _is_new(message):
+    if _is_new(message, None):
         logger.info(message)
 
 
 def warning_once(message: str) -> None:
     """Log a line at level WARNING the first time this process says it: a program may well mean what it does."""
-    if _is_new(message):
+    if _is_new(message, None):
         logger.warning(message)
 
 
-def warn_once(message: str, stacklevel: int = 3) -> None:
-    """Issue a ``UserWarning`` the first time this process says it."""
-    if _is_new(message):
+def warn_once(message: str, stacklevel: int = 3, *, of: object = None) -> None:
+    """Issue a ``UserWarning`` the first time it is said.
+
+    Args:
+        message: the text.
+        stacklevel: as that of ``warnings.warn``.
+        of: what it is said of, such as a strategy: it is said once of each; ``None`` means once in this process.
+    """
+    if _is_new(message, of):
         warnings.warn(message, UserWarning, stacklevel=stacklevel)
 
 
-def _is_new(message: str) -> bool:
-    """Say whether this process says a message for the first time."""
+def warn_once_at(site: Any, message: str, *, of: object) -> None:
+    """Issue a ``UserWarning`` about a line of the program that was called before.
+
+    Args:
+        site: the line, with ``path`` and ``line``.
+        message: the text.
+        of: what it is said of; it is said once of each.
+    """
+    if _is_new(message, of):
+        warnings.warn_explicit(message, UserWarning, site.path, site.line)
+
+
+def _is_new(message: str, of: object) -> bool:
+    """Say whether a message is said for the first time of something."""
     with _said_lock:  # replicas may run at the same time
-        is_new = message not in _said
-        _said.add(message)
+        said = _said if of is None else _said_of.setdefault(of, set())
+        is_new = message not in said
+        said.add(message)
     return is_new

@@ -23,7 +23,7 @@ from torchstrategy.strategies.default import (
 )
 from torchstrategy.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["SyncBatchNorm", "compute_average_loss", "scale_regularization_loss"]
+__all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
 
 _ACTUAL = "actual"
 
@@ -68,6 +68,9 @@ def compute_average_loss(
         tensor(1.3333)
     """
     loss = _loss_tensor(per_example_loss, "per_example_loss")
+    context = get_replica_context()
+    if context is not None:
+        context.has_scaled_losses = True
     if loss.ndim == 0:
         raise ValueError(
             "per_example_loss must have one entry for each example, shape [batch, ...]. Received a scalar: use a loss "
@@ -80,6 +83,59 @@ def compute_average_loss(
     if sample_weight is not None:
         loss = loss.to(sum_dtype) * _matching_weight(sample_weight, loss).to(sum_dtype)
     return _divide_no_nan(loss.sum(dtype=sum_dtype), divisor).to(result_dtype)
+
+
+def scale_mean_loss(loss: Tensor, weight: int | float | Tensor | None = None) -> Tensor:
+    """Scale a mean over this replica's share of a batch to the share's part of the mean over the global batch.
+
+    For losses that come as a mean: of a model that returns its own, of a library, or of torch's losses with
+    ``reduction="mean"``. Summing the results over all replicas gives the mean over the whole global batch, also where
+    shares are uneven or empty. To be called in replica context; with a ``weight``, by every replica.
+
+    Args:
+        loss: the mean, a tensor with one element. If the share is empty, whatever it is counts as 0.
+        weight: how many things ``loss`` is the mean of: tokens, elements, items, or the sum of their weights, a number
+            or a scalar tensor that is not negative. ``None`` means this replica's examples, as the distributed dataset
+            has counted them, also over the batches that ``Model.fit`` accumulates.
+
+    Returns:
+        ``loss * weight / (the sum of all replicas' weights)``, in the shape and dtype of ``loss``.
+
+    Raises:
+        ValueError: ``loss`` or ``weight`` has more than one element.
+        TypeError: ``loss`` is no tensor, or ``weight`` no number.
+        InvalidArgumentError: ``weight`` is negative (not looked for on an accelerator, which would wait for it).
+        RuntimeError: called in cross-replica context; or without a ``weight`` although the examples are not known; or
+            with one in a batch that is one of several of an optimizer step of ``Model.fit``.
+
+    Example:
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def step(x):
+        ...     return ts.nn.scale_mean_loss(x.mean())
+        >>> dataset = strategy.experimental_distribute_dataset(torch.tensor([1.0, 2.0, 6.0]), batch_size=3)
+        >>> strategy.reduce("SUM", strategy.run(step, args=(next(iter(dataset)),)))
+        tensor(3.)
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise TypeError(f"loss must be a tensor of a float dtype, such as `criterion(outputs, y)`. Received: {loss!r}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss must have one element, a mean. Received shape {tuple(loss.shape)}: for one loss for each example "
+            "use compute_average_loss."
+        )
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError(
+            "scale_mean_loss was called in cross-replica context, where there is no replica's share of a batch. Call "
+            "it in a function given to strategy.run."
+        )
+    own, total = _part_of_examples(context) if weight is None else _part_of_weights(context, loss, weight)
+    result_dtype, sum_dtype = _dtypes(loss)
+    if isinstance(own, Tensor):
+        masked = loss.masked_fill(own == 0, 0.0)
+    else:
+        masked = loss if own else loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)  # keeps the graph
+    return (_divide_no_nan(masked.to(sum_dtype) * own, total)).to(result_dtype)
 
 
 def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
@@ -109,9 +165,44 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
         )
     loss = _sum_all(regularization_loss)
     context = get_replica_context()
+    if context is not None:
+        context.has_scaled_losses = True
     shares = None if context is None else context.batch_shares
     # Each of the batches that make one optimizer step adds its part.
     return loss / (get_strategy().num_replicas_in_sync * (1 if shares is None else shares.num_parts))
+
+
+def _part_of_examples(context: Any) -> tuple[int, int]:
+    """Return this replica's number of examples, and that of all replicas in the optimizer step."""
+    shares = context.batch_shares
+    if shares is not None:
+        return context._num_own_examples, shares.divisor
+    if context.num_replicas_in_sync == 1:
+        return 1, 1
+    context.actual_batch_size()  # raises, and says why
+    raise RuntimeError("The replica's share of the batch is not known. Give the weight of its loss.")
+
+
+def _part_of_weights(context: Any, loss: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
+    """Return this replica's weight, and the sum of all replicas', in the precision that losses are added up in."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float, Tensor, np.generic, numbers.Number)):
+        raise TypeError(f"weight must be a number or a scalar tensor. Received: {weight!r}")
+    shares = context.batch_shares
+    if shares is not None and shares.num_parts > 1:
+        raise RuntimeError(
+            f"scale_mean_loss was given a weight in one of {shares.num_parts} batches of one optimizer step, of which "
+            "the others' weights are not known. Leave out the weight, which weighs by examples, or count beforehand "
+            "and use compute_average_loss with the number of all things in the step as global_batch_size."
+        )
+    own = (
+        torch.as_tensor(weight).detach().to(loss.device, torch.float64 if loss.device.type == "cpu" else torch.float32)
+    )
+    if own.numel() != 1:
+        raise ValueError(f"weight must be one number, such as mask.sum(). Received shape {tuple(own.shape)}")
+    if own.device.type == "cpu" and not torch.compiler.is_compiling() and own < 0:
+        raise errors.InvalidArgumentError(f"weight must not be negative. Received: {float(own)}")
+    own = own.reshape(())
+    return own, context.all_reduce("SUM", own)
 
 
 def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
@@ -220,7 +311,7 @@ def _divide_no_nan(total: Tensor, divisor: int | Tensor) -> Tensor:
         divisor = divisor.to(total.device, non_blocking=True)
         # The quotient by zero is replaced before it is formed: its gradient would be nan even where it is masked.
         empty = divisor == 0
-        return (total / divisor.clamp(min=1).to(total.dtype)).masked_fill(empty, 0.0)
+        return (total / divisor.masked_fill(empty, 1).to(total.dtype)).masked_fill(empty, 0.0)
     if divisor == 0:
         return total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0.0)  # keeps the graph for backward()
     return total / divisor

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchstrategy.context import current_replica_context
 from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.options import ReduceOp
-from torchstrategy.replicas.marks import is_own, mark_applied, note_backward, unmark
+from torchstrategy.replicas.hooks import own_hook
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner, watch
 from torchstrategy.replicas.updating import is_updating
@@ -35,15 +35,13 @@ def install() -> None:
 
 
 def prepare(obj: Any) -> None:
-    """Make a ``GradScaler`` sum gradients before it looks for infinities; let ``Optimizer.zero_grad`` end marks."""
+    """Make a ``GradScaler`` sum gradients before it looks for infinities."""
     if isinstance(obj, torch.amp.GradScaler) and not isinstance(obj, _SummingScaler):
         obj.__class__ = _summing_class(type(obj))  # type: ignore[arg-type]
-    if isinstance(obj, Optimizer):
-        obj.__dict__["zero_grad"] = functools.partial(_zero_grad, obj)
 
 
 def guard_parameter(
-    parameter: Tensor, local_id: int, running: Callable[[], int | None], note: Callable[[Tensor], None]
+    parameter: Tensor, local_id: int, running: Callable[[], int | None], note: Callable[..., None]
 ) -> None:
     """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
 
@@ -52,12 +50,14 @@ def guard_parameter(
         local_id: the replica's position in the process.
         running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
             have no context.
-        note: called after each backward pass of the replica that has added to the parameter's gradient.
+        note: called with the parameter and ``is_inside``, whether that is in ``run``, after each backward pass that has
+            added to its gradient.
     """
     own = weakref.ref(parameter)
 
+    @own_hook
     def check(tensor: Tensor) -> None:
-        if tensor is not own():  # all replicas' copies of a parameter have the same hooks
+        if tensor is not own():  # what a hook of the program's has returned, which torch is about to refuse
             return
         context = current_replica_context()
         current = running() if context is None else context.local_id
@@ -67,9 +67,7 @@ def guard_parameter(
                 f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
                 "to replica 0: read it from the model inside the replica function."
             )
-        note_backward(tensor, inside=current is not None)
-        if current is not None:
-            note(tensor)
+        note(tensor, is_inside=current is not None)
 
     if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
         required = parameter.requires_grad
@@ -79,11 +77,11 @@ def guard_parameter(
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_updating():
-        _check_summed(resolve(optimizer))
-        return None
     context = current_replica_context()
     plain = resolve(optimizer)
+    if is_updating():
+        _check_summed(plain)
+        return None
     if context is None or context.num_replicas_in_sync == 1:
         strategy = find_owner(plain) if context is None else owner(plain)
         if strategy is not None and strategy.num_replicas_in_sync > 1:
@@ -100,9 +98,10 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             )
         return None
     context._check_optimizer(plain)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    context._sum(plain, uses_applied=callable(closure))  # what stands there before the closure makes new ones
     context.step_depth += 1
-    context.sum_gradients(plain)
-    return _with_summed_closure(context, plain, args, kwargs)
+    return _with_summed_closure(context, plain, closure, args, kwargs) if callable(closure) else None
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
@@ -111,13 +110,13 @@ def _after_step(optimizer: Any, *_: Any) -> None:
         return
     context.step_depth -= 1
     if context.step_depth == 0:  # wrappers such as SAM step inside their own step
-        for parameter in optimizer_parameters(resolve(optimizer)):
-            mark_applied(parameter)
+        context.strategy.ledger.note_step(optimizer_parameters(resolve(optimizer)))
 
 
 def _check_summed(optimizer: Optimizer) -> None:
     """Refuse a step inside another optimizer's update on the host, where replicas can't meet, if it needs a sum."""
-    if any(is_own(parameter) for parameter in optimizer_parameters(optimizer)):
+    strategy = owner(optimizer)
+    if strategy is not None and any(map(strategy.ledger.is_local, optimizer_parameters(optimizer))):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called inside another optimizer's step on the host, for "
             "parameters that the other one does not have, so their gradients are not summed. Call "
@@ -126,16 +125,11 @@ def _check_summed(optimizer: Optimizer) -> None:
 
 
 def _with_summed_closure(
-    context: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    context: Any, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Sum after each call of a closure; its loss becomes the sum over replicas, so that line searches agree."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
 
     def summed() -> Any:
-        for parameter in optimizer_parameters(optimizer):
-            unmark(parameter)
         loss = closure()
         context.sum_gradients(optimizer)
         return context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
@@ -143,12 +137,6 @@ def _with_summed_closure(
     if "closure" in kwargs:
         return args, {**kwargs, "closure": summed}
     return (args[0], summed, *args[2:]), kwargs
-
-
-def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-    for parameter in optimizer_parameters(optimizer):
-        unmark(parameter)
-    type(optimizer).zero_grad(optimizer, set_to_none)
 
 
 class _SummingScaler:
@@ -160,17 +148,11 @@ class _SummingScaler:
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         _sum_here(self, optimizer)
-        self._note(optimizer)
-        return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
-
-    def update(self, new_scale: Any = None) -> None:
-        super().update(new_scale)  # type: ignore[misc]
-        for optimizer in self.__dict__.pop("_ts_stepped", []):  # a skipped step leaves its marks
-            for parameter in optimizer_parameters(resolve(optimizer)):
-                unmark(parameter)
-
-    def _note(self, optimizer: Optimizer) -> None:
-        self.__dict__.setdefault("_ts_stepped", []).append(optimizer)
+        result = super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        context = current_replica_context()
+        if context is not None:  # it may have left the step out
+            context.strategy.ledger.forget_unused(optimizer_parameters(resolve(optimizer)))
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = type(self).__bases__[1]  # whose name this class has

@@ -17,7 +17,6 @@ from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.devices import tensor_device
 from torchstrategy.gradients.summer import GradientSum, optimizer_parameters
 from torchstrategy.options import ReduceOp, VariableSynchronization
-from torchstrategy.replicas.marks import mark
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable
@@ -55,6 +54,8 @@ class ReplicaContext:
         self._found: list[BatchShares] | None = None
         #: How many optimizer steps are in progress, one inside the other.
         self.step_depth = 0
+        #: Whether the library has divided a loss of this replica by the numbers of the global batch.
+        self.has_scaled_losses = False
 
     @property
     def strategy(self) -> Strategy:
@@ -192,17 +193,22 @@ class ReplicaContext:
 
         return self._meet(MergeRequest("merge_call", merge, (merge_fn, tuple(args), dict(kwargs or {}))))
 
-    def sum_gradients(self, optimizer: Optimizer) -> None:
+    def sum_gradients(self, optimizer: Optimizer, *, fresh: bool = False) -> None:
         """Sum the gradients of an optimizer's parameters over replicas now, instead of at ``optimizer.step()``.
 
         Call it before clipping by global norm or logging gradient norms. ``optimizer.step()`` then does not sum again.
-        Replica context only; every replica must call it.
+        Until then, changes of the summed gradients in place are changes of the sum. Replica context only; every
+        replica must call it.
 
         Args:
             optimizer: an optimizer made in the strategy's scope.
+            fresh: whether all gradients are new ones of this replica, although nothing shows that: they were written
+                past autograd and torch's version counter (by ``.data``, a kernel, or a replayed graph) into tensors
+                that held a sum before.
 
         Raises:
-            RuntimeError: the optimizer's parameters were not made in the scope, or replicas disagree.
+            RuntimeError: the optimizer's parameters were not made in the scope, replicas disagree, or a gradient may be
+                a sum already and nothing tells.
 
         Example:
             >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -221,8 +227,7 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             return
         self._check_optimizer(plain)
-        payload = self._gradient_sum(plain)
-        self._meet(MergeRequest("the sum of gradients", self._strategy.gradient_summer, payload))
+        self._sum(plain, is_fresh=fresh)
 
     def mark_summed(self, optimizer: Optimizer) -> None:
         """Say that the present gradients are already the sum over replicas, so that ``step()`` does not sum them.
@@ -244,8 +249,7 @@ class ReplicaContext:
         """
         self._check_active("mark_summed")
         if self.num_replicas_in_sync > 1:
-            for parameter in optimizer_parameters(resolve(optimizer)):
-                mark(parameter)
+            self._strategy.ledger.note_sum(optimizer_parameters(resolve(optimizer)), self)
 
     def actual_batch_size(self, x: Any = None) -> Tensor:
         """Return how many examples the global batch has over all replicas; never communicates.
@@ -292,11 +296,42 @@ class ReplicaContext:
             f"which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
         )
 
-    def _gradient_sum(self, optimizer: Optimizer) -> GradientSum:
-        """Return what this replica brings to the sum of a plain optimizer's gradients."""
+    def _sum(self, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False) -> None:
+        """Sum a plain optimizer's gradients over replicas, if they are not; ``_gradient_sum`` has the arguments."""
+        payload = self._gradient_sum(optimizer, is_fresh=is_fresh, uses_applied=uses_applied)
+        self._meet(MergeRequest("the sum of gradients", self._strategy.gradient_summer, payload))
+
+    def _gradient_sum(self, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False) -> GradientSum:
+        """Return what this replica brings to the sum of a plain optimizer's gradients.
+
+        Args:
+            optimizer: the optimizer.
+            is_fresh: whether all gradients are this replica's own, whatever they look like.
+            uses_applied: whether a sum that a step has used may be used again as it is.
+        """
         shares = self.batch_shares
-        had_examples = self._num_own_examples != 0
-        return GradientSum(optimizer_parameters(optimizer), had_examples, None if shares is None else shares.step)
+        return GradientSum(
+            optimizer_parameters(optimizer),
+            self._num_own_examples != 0,
+            self,
+            None if shares is None else shares.step,
+            is_fresh,
+            uses_applied,
+        )
+
+    def _before_backward(self, tensors: Any, grad_tensors: Any, *, create_graph: bool) -> None:
+        """Take notice of a call of ``torch.autograd.backward`` that this replica is about to make."""
+        strategy = self._strategy
+        strategy.ledger.begin_backward(self.local_id, create_graph=create_graph)
+        strategy.gradient_summer.mean_losses.before_backward(tensors, grad_tensors, self)
+
+    def _after_computing(self) -> None:
+        """Take notice of a call of ``torch.autograd.grad`` that this replica has made."""
+        self._strategy.ledger.note_computed(self.local_id)
+
+    def _after_clearing(self) -> None:
+        """Take notice of gradients that this replica has cleared."""
+        self._strategy.ledger.sweep(self.local_id)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose gradients this replica can't sum.

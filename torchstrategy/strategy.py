@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,9 @@ from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.devices import Placement
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.extended import StrategyExtended
+from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.summer import GradientSummer
+from torchstrategy.gradients.watching import watched
 from torchstrategy.log import info_once, set_rank, show_info
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
 from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
@@ -93,7 +96,8 @@ class Strategy:
         self.record = Record(self)
         self.cross_device_ops = cross_device_ops or _default_ops(placement)
         self.hosting: Hosting = self._make_hosting(concurrent=concurrent, check_every=check_every)
-        self._buffers = BufferSync(self.hosting.slots)
+        self._buffers = BufferSync(self.record, self.hosting.slots)
+        self.ledger = GradientLedger(len(placement.devices))
         self.gradient_summer = self._make_summer(communication_options or CommunicationOptions(), check_every)
         self._owned: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in placement.devices]
         self._owned_lock = threading.Lock()  # replicas that run at once may find new parameters
@@ -455,7 +459,9 @@ class Strategy:
 
     def _make_summer(self, options: CommunicationOptions, check_every: int) -> GradientSummer:
         """Make what sums gradients and averages buffers."""
-        return GradientSummer(self.placement, self.cross_device_ops, self.workers, options, self._buffers, check_every)
+        return GradientSummer(
+            self.placement, self.cross_device_ops, self.workers, options, self._buffers, self.ledger, check_every
+        )
 
     def _run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` for each replica of this process; ``run`` has checked the arguments."""
@@ -473,12 +479,14 @@ class Strategy:
         """Call ``fn`` once for each context and return the results."""
         outer, self._running = self._running, tuple(contexts)
         try:
-            return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+            with watched() if self.num_replicas_in_sync > 1 else contextlib.nullcontext():
+                return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
         except Exception as error:
             self._explain(error, contexts)
             raise
         finally:
             self._running = outer
+            self.ledger.end_run()
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         """Combine one value over all replicas."""
@@ -570,6 +578,7 @@ class Strategy:
                         if known is None or known() is not tensor:
                             known = weakref.ref(tensor)
                             if self.num_replicas_in_sync > 1:
+                                self.ledger.watch(tensor, local_id)
                                 guard_parameter(tensor, local_id, running, note)
                         found[id(tensor)] = known
                 self._owned[local_id] = found
@@ -606,13 +615,13 @@ def _only_replica_running(reference: weakref.ref[Strategy]) -> Callable[[], int 
     return running
 
 
-def _note_backward(reference: weakref.ref[GradientSummer]) -> Callable[[Tensor], None]:
+def _note_backward(reference: weakref.ref[GradientSummer]) -> Callable[..., None]:
     """Return what tells of a backward pass and does not keep a strategy alive."""
 
-    def note(parameter: Tensor) -> None:
+    def note(parameter: Tensor, *, is_inside: bool) -> None:
         summer = reference()
         if summer is not None:
-            summer.note_backward(parameter)
+            summer.note_backward(parameter, is_inside=is_inside)
 
     return note
 

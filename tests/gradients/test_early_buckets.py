@@ -5,24 +5,37 @@ import torch
 from torch import nn
 
 from torchstrategy.gradients.early_buckets import Schedule
-from torchstrategy.replicas.marks import mark, note_backward
+from torchstrategy.gradients.ledger import GradientLedger
+
+LEDGER = GradientLedger(1)
+
+
+def watched(parameters):
+    for parameter in parameters:
+        LEDGER.watch(parameter, 0)
+    return parameters
 
 
 def backward(parameters, factor=1.0):
     """Add gradients as a replica's backward pass does."""
     sum((factor * parameter).sum() for parameter in parameters).backward()
     for parameter in parameters:
-        note_backward(parameter, inside=True)
+        LEDGER.note_backward(parameter, is_inside=True)
+
+
+def mark(parameter):
+    """Make a gradient a sum over replicas."""
+    LEDGER.note_sum([parameter], None)
 
 
 @pytest.fixture
 def parameters():
-    return [nn.Parameter(torch.arange(float(size))) for size in (2, 3, 4)]
+    return watched([nn.Parameter(torch.arange(float(size))) for size in (2, 3, 4)])
 
 
 @pytest.fixture
 def schedule(parameters):
-    schedule = Schedule(1, parameters, {"cpu"})
+    schedule = Schedule(1, parameters, {"cpu"}, LEDGER)
     for _ in range(2):
         schedule.note_sum(range(len(parameters)))
     schedule.plan_buckets([2, 1, 0], 1 << 20)
@@ -113,7 +126,7 @@ def test_missing_passes(schedule, parameters):
 
 @pytest.mark.parametrize("device_types", [{"cpu"}, {"cuda"}])
 def test_the_first_plan_comes_at_the_second_sum_on_every_rank(device_types, parameters):
-    schedule = Schedule(1, parameters, device_types)
+    schedule = Schedule(1, parameters, device_types, LEDGER)
     assert [schedule.note_sum([0, 1]) for _ in range(2)] == [False, True]
     schedule.plan_buckets([0, 1, 2], 1 << 20)
     assert schedule.buckets == ([[0, 1]] if device_types == {"cpu"} else [])

@@ -13,7 +13,7 @@ from torchstrategy.devices import canonical_device, full_device_name
 
 # What a replica context has here and not in TF.
 ADDED_TO_CONTEXT = {"actual_batch_size", "mark_summed", "sum_gradients"}
-ADDED_TO_CONTEXT |= {"batch_shares", "local_id", "step_depth"}  # for the library's own use
+ADDED_TO_CONTEXT |= {"batch_shares", "has_scaled_losses", "local_id", "step_depth"}  # for the library's own use
 
 
 def all_reduced(s, op, fn):

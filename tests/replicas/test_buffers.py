@@ -119,7 +119,8 @@ def test_buffer_loaded_outside_reaches_all(strategy):
 
 def test_buffers_of_models_that_are_not_optimized_travel_too(strategy):
     model, optimizer = make(strategy)
-    other, _ = make(strategy)
+    with strategy.scope():
+        other = type(model)()
 
     def step():
         other.mean.fill_(ts.get_replica_context().replica_id_in_sync_group)
@@ -129,6 +130,48 @@ def test_buffers_of_models_that_are_not_optimized_travel_too(strategy):
     strategy.run(step)
     n = strategy.num_replicas_in_sync
     assert [body.mean.item() for body in bodies(other)] == pytest.approx([(n - 1) / 2] * n)
+
+
+def test_buffers_of_another_optimizers_model_stay_until_its_own_step(strategy):
+    (first, first_optimizer), (second, second_optimizer) = make(strategy), make(strategy)
+    n = strategy.num_replicas_in_sync
+
+    def step():
+        for model in (first, second):
+            model(torch.ones(2)).backward()
+            model.mean.fill_(ts.get_replica_context().replica_id_in_sync_group)
+        first_optimizer.step()
+        between = [model.mean.item() for model in (first, second)]
+        second_optimizer.step()
+        return between, [model.mean.item() for model in (first, second)]
+
+    mean = (n - 1) / 2
+    for i, (between, after) in enumerate(strategy.experimental_local_results(strategy.run(step))):
+        assert between == pytest.approx([mean, i])
+        assert after == pytest.approx([mean, mean])
+
+
+def test_buffers_without_parameters_go_with_the_modules_around_them(strategy):
+    """A batch norm without weights belongs to the net that it is in, and not to the whole that both nets are in."""
+    with strategy.scope():
+        nets = nn.ModuleDict(
+            {
+                name: nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1, affine=False, momentum=1.0)))
+                for name in ("first", "second")
+            }
+        )
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+
+    def step(name):
+        i = ts.get_replica_context().replica_id_in_sync_group
+        for net in nets.values():
+            net(torch.tensor([[i], [i + 1.0]])).sum().backward()
+        optimizers[name].step()
+        return [net[1][0].running_mean.item() for net in nets.values()]
+
+    first, second = zip(*strategy.experimental_local_results(strategy.run(step, args=("second",))), strict=True)
+    assert len(set(first)) == strategy.num_replicas_in_sync
+    assert len(set(second)) == 1
 
 
 def test_complex_and_half_buffers(strategy):

@@ -244,11 +244,10 @@ def test_merge_points_in_backward(strategy):
 
     def fn():
         x = torch.tensor([[1.0 + replica_id()]])
-        handle = model.weight.register_hook(hook) if replica_id() == 0 else None
+        handle = model.weight.register_hook(hook)
         all_reduce()
         model(x).sum().backward()
-        if handle is not None:
-            handle.remove()
+        handle.remove()
         return model.weight.grad.item()
 
     n = strategy.num_replicas_in_sync

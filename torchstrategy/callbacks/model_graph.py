@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import unrecorded
 
 __all__ = ["model_graph"]
 
@@ -45,7 +46,8 @@ def _wrapped(model: nn.Module) -> nn.Module:
 def _trace(model: nn.Module) -> fx.Graph | None:
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     try:
-        return fx.Tracer().trace(copy.deepcopy(model, tensors))
+        with unrecorded():
+            return fx.Tracer().trace(copy.deepcopy(model, tensors))
     except Exception:  # noqa: BLE001 - user code that gets stand-ins for tensors may raise anything
         return None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["devices_of_process", "join"]
 
 
-def devices_of_process(devices: Sequence[str | torch.device] | None, job: Job | None) -> tuple[torch.device, ...]:
+def devices_of_process(devices: Sequence[str | torch.device] | int | None, job: Job | None) -> tuple[torch.device, ...]:
     """Return the devices of this process's replicas.
 
     Args:

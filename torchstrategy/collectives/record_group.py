@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -61,6 +63,9 @@ class RecordGroup:
         self._started: Callable[[], list[Any]] | None = None
         self._broken = ""
         self._broken_as: type[OpError] = ReplicaFailedError  # as tf, which raises the first error again
+        self._process = os.getpid()
+        #: The names of the program's threads that have made collectives.
+        self._threads: set[str] = set()
         store = PrefixStore("records", meeting.store)
         check = self._checker(operation)
         try:
@@ -151,6 +156,13 @@ class RecordGroup:
     def _start_exchange(
         self, operation: str, payload: Any, data: bytes | None = None
     ) -> Callable[[], tuple[list[Any], list[bytes]]]:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"{operation} was called in a process that os.fork has made of rank {self.rank} (multiprocessing with "
+                "the start method 'fork' does that, too). The connections to the other ranks are those of the process "
+                "that was forked. Make collectives there only, or start processes by 'spawn' or 'forkserver'."
+            )
+        self._threads.add(threading.current_thread().name)
         if self._started is not None:  # messages are read in the order in which they are sent
             self._started()
         self._sequence += 1
@@ -189,7 +201,7 @@ class RecordGroup:
                 "The ranks are not in the same collective:\n"
                 + "\n".join(f"  rank {r}: {row[1]} (number {row[0]}) at {row[2]}" for r, row in enumerate(rows))
                 + "\nEvery rank must make the same collective calls in the same order: look for a call that only "
-                "some ranks make, such as one inside `if rank == 0:`."
+                "some ranks make, such as one inside `if rank == 0:`." + self._about_threads()
             )
         if any(row[2] != site for row in rows):  # it may be meant, so this is no error
             warn_once(
@@ -199,6 +211,14 @@ class RecordGroup:
                 "rank must make the same collective calls in the same order."
             )
         return [row[3] for row in rows], list(parts)
+
+    def _about_threads(self) -> str:
+        if len(self._threads) < 2:
+            return ""
+        return (
+            f" Collectives of this rank come from {len(self._threads)} threads ({', '.join(sorted(self._threads))}), "
+            "whose order may differ from rank to rank: make them in one thread."
+        )
 
     def _guarded(self, operation: str, act: Callable[[Check], _Result]) -> _Result:
         """Do what depends on other ranks, and turn a lost connection into an error that says who is missing."""

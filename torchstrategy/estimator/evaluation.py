@@ -26,7 +26,7 @@ from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean, total
 from torchstrategy.estimator.variables import as_array
 from torchstrategy.log import logger
-from torchstrategy.losses.torch_losses import replica_means
+from torchstrategy.losses.loss import replica_means
 from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategy import Strategy

@@ -26,6 +26,8 @@ from torchstrategy.collectives.packing import unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
 from torchstrategy.gradients.early_buckets import Bucket, Flight, Schedule
+from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.plan import Plan
 
 __all__ = ["EarlyReport", "EarlySums"]
 
@@ -58,16 +60,17 @@ class EarlySums:
     Args:
         workers: the processes, each with one replica.
         bucket_bytes: upper size in bytes of a bucket, if it is below 4 MiB.
+        ledger: what the gradients are.
     """
 
-    def __init__(self, workers: WorkerGroup, bucket_bytes: int) -> None:
+    def __init__(self, workers: WorkerGroup, bucket_bytes: int, ledger: GradientLedger) -> None:
         self._workers = workers
+        self._ledger = ledger
         self._bucket_bytes = min(bucket_bytes, _BUCKET_BYTES)
         self._device_types = workers.early_device_types
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._passes: dict[int, int] = {}  # backward passes since the last sum, by id of the parameter, last one last
-        self._schedules: dict[tuple[str, tuple[int, ...]], Schedule] = {}
-        self._num_schedules = 0
+        self._schedules: dict[int, Schedule] = {}
         self._num_flights = 0
         self._last: Schedule | None = None
         self._current: Schedule | None = None
@@ -97,11 +100,11 @@ class EarlySums:
                 else:
                     self._start(flight, bucket, flat)
 
-    def report(self, plan: str, parameters: Sequence[Tensor]) -> EarlyReport:
+    def report(self, plan: Plan, parameters: Sequence[Tensor]) -> EarlyReport:
         """Return what the other ranks must know at a sum.
 
         Args:
-            plan: stands for the parameters' shapes and dtypes.
+            plan: the parameters' plan.
             parameters: whose gradients are to be summed.
         """
         with self._lock:
@@ -193,13 +196,13 @@ class EarlySums:
         if self._is_under_way:
             self._workers.leave_early_sums()
 
-    def _schedule_of(self, plan: str, parameters: Sequence[Tensor]) -> Schedule:
-        key = (plan, tuple(map(id, parameters)))
-        schedule = self._schedules.get(key)
-        if schedule is None or not schedule.is_of(parameters):
-            self._schedules = {k: s for k, s in self._schedules.items() if s.is_alive()}
-            self._num_schedules += 1
-            schedule = self._schedules[key] = Schedule(self._num_schedules, parameters, self._device_types)
+    def _schedule_of(self, plan: Plan, parameters: Sequence[Tensor]) -> Schedule:
+        schedule = self._schedules.get(plan.number)
+        if schedule is None:
+            self._schedules = {number: s for number, s in self._schedules.items() if s.is_alive()}
+            schedule = self._schedules[plan.number] = Schedule(
+                plan.number, parameters, self._device_types, self._ledger
+            )
         return schedule
 
     def _take_passes(self, schedule: Schedule) -> list[int]:

@@ -1,6 +1,6 @@
 """Buckets of gradients that are summed during ``backward``: which gradients they hold, and whether these have changed.
 
-A changed gradient is noticed: each backward pass gives it a new mark, each change in place another version, and a
+A changed gradient is noticed: each backward pass has another number, each change in place gives another version, and a
 change through ``p.grad.data``, which has no version, other sums of its elements, each times a fixed random number.
 Unlike plain sums these change with a gradient whose elements add up to 0, too, when it is scaled, clamped or negated.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.collectives.packing import pack, plan_buckets
-from torchstrategy.replicas.marks import is_marked, own_mark
+from torchstrategy.gradients.ledger import GradientLedger
 
 __all__ = ["Bucket", "Flight", "Schedule"]
 
@@ -44,10 +44,14 @@ class Schedule:
         number: counts the lists.
         parameters: the list.
         device_types: those whose gradients can be summed early.
+        ledger: what the gradients are.
     """
 
-    def __init__(self, number: int, parameters: Sequence[Tensor], device_types: Collection[str]) -> None:
+    def __init__(
+        self, number: int, parameters: Sequence[Tensor], device_types: Collection[str], ledger: GradientLedger
+    ) -> None:
         self.number = number
+        self.ledger = ledger
         self.references = [weakref.ref(parameter) for parameter in parameters]
         #: Shapes, dtypes and devices, also if a rank has dropped the parameters already.
         self.like = [torch.empty_like(parameter.detach(), device="meta") for parameter in parameters]
@@ -70,10 +74,6 @@ class Schedule:
         self.expected = [0] * len(parameters)
         #: Whether this rank has changed a gradient past torch's version counter.
         self.is_edited = False
-
-    def is_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Say whether these are the parameters."""
-        return all(ref() is parameter for ref, parameter in zip(self.references, parameters, strict=True))
 
     def is_alive(self) -> bool:
         """Say whether the program still has all parameters."""
@@ -154,7 +154,9 @@ class Bucket:
     compares: bool
     flat: Tensor | None = None
     wait: Callable[[], None] | None = None
-    marks: list[object | None] = field(default_factory=list)  # of the gradients when they were copied
+    passes: list[int | None] = field(
+        default_factory=list
+    )  # which backward pass had left each gradient when it was copied
     totals: Tensor | None = None  # what `_totals` returns for them
 
     def copy_own(self) -> Tensor | None:
@@ -162,7 +164,7 @@ class Bucket:
         found = self._own_gradients()
         if found is None:
             return None
-        grads, self.marks = found
+        grads, self.passes = found
         if self.compares:
             self.totals = _totals(grads)
         return self._pack(grads)
@@ -180,27 +182,27 @@ class Bucket:
         """Say whether the gradients are still what was copied or, if they were not, whether they can be."""
         return self._can_be_copied() if self.flat is None else self._is_fresh()
 
-    def _own_gradients(self) -> tuple[list[Tensor | None], list[object | None]] | None:
-        """Return the gradients and their marks; ``None`` if one is not as ``backward`` has left it, or does not fit."""
+    def _own_gradients(self) -> tuple[list[Tensor | None], list[int | None]] | None:
+        """Return the gradients and their backward passes; ``None`` if one is not as ``backward`` left it, or odd."""
         grads: list[Tensor | None] = []
-        marks: list[object | None] = []
+        passes: list[int | None] = []
         for k in self.indices:
             parameter = self.schedule.references[k]()
             if parameter is None:
                 return None
-            grad, mark = parameter.grad, None
+            grad, last = parameter.grad, None
             if grad is not None:
-                mark = own_mark(parameter)
-                if mark is None or not self._fits(k, grad):
+                last = self.schedule.ledger.own_pass(parameter)
+                if last is None or not self._fits(k, grad):
                     return None
             grads.append(grad)
-            marks.append(mark)
-        return grads, marks
+            passes.append(last)
+        return grads, passes
 
     def _can_be_copied(self) -> bool:
         for k in self.indices:
             parameter = self.schedule.references[k]()
-            if parameter is None or is_marked(parameter):
+            if parameter is None or self.schedule.ledger.is_sum(parameter):
                 return False
             if parameter.grad is not None and not self._fits(k, parameter.grad):
                 return False
@@ -210,8 +212,8 @@ class Bucket:
         found = None if self.schedule.is_edited else self._own_gradients()
         if found is None:
             return False
-        grads, marks = found
-        if any(mark is not copied for mark, copied in zip(marks, self.marks, strict=True)):
+        grads, passes = found
+        if passes != self.passes:
             return False
         if self.totals is None or _equal(self.totals, _totals(grads)):
             return True

@@ -1,16 +1,12 @@
 """Gradients are summed over replicas at ``optimizer.step()``, or earlier by ``sum_gradients``.
 
-``p.grad`` stays a replica's own until then. A global step hook of torch finds every ``step()``; each summed gradient is
-marked on the tensor itself, so that nothing is summed twice. Parameters without a gradient on any replica keep
-``grad is None``. Before any data moves, the processes exchange one record: what they sum, which gradients are
-there, dense or sparse, and which buffers changed.
+``p.grad`` stays a replica's own until then. A global step hook of torch finds every ``step()``; a ledger knows which
+gradients are summed already. Parameters without a gradient on any replica keep ``grad is None``. Before any data moves,
+the processes exchange one record: what they sum, which gradients are there, dense or sparse, and which buffers changed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,29 +16,29 @@ from torch.optim import Optimizer
 
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.packing import in_format_of, memory_order
+from torchstrategy.collectives.packing import in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.devices import Placement, tensor_device
-from torchstrategy.errors import DisagreementError, DivergenceError
+from torchstrategy.errors import DisagreementError
+from torchstrategy.fingerprints import fingerprints
+from torchstrategy.gradients.comparison import compare_between_ranks
 from torchstrategy.gradients.dense import DenseSums, sum_in_buckets
 from torchstrategy.gradients.early import EarlyReport, EarlySums
+from torchstrategy.gradients.ledger import GradientLedger, State
+from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
+from torchstrategy.gradients.plan import Plan, Plans, describe_layout
 from torchstrategy.log import warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
-from torchstrategy.replicas.marks import check_can_be_summed, is_marked, mark, own_mark, was_edited
 from torchstrategy.values import PerReplica
 
 __all__ = [
     "GradientSum",
     "GradientSummer",
+    "doubt",
     "optimizer_parameters",
 ]
-
-#: How far the sums of equal parameters may be apart, in parts of the sum of absolute values.
-_RELATIVE_TOLERANCE = 1e-5
-#: To sum in double precision, torch makes a copy in double precision: of so many elements at a time.
-_PART_NUMBERS = 1 << 18
 
 
 class GradientSum(NamedTuple):
@@ -51,36 +47,50 @@ class GradientSum(NamedTuple):
     Args:
         parameters: the optimizer's parameters, in its order.
         had_examples: whether the replica's share of the batch was not empty.
+        run: the replica's context.
         step: the number of the batch in its iteration, if it is known.
+        is_fresh: whether all gradients are the replica's own, whatever they look like.
+        uses_applied: whether a sum that a step has used may be used again as it is.
     """
 
     parameters: list[Tensor]
     had_examples: bool
+    run: Any = None
     step: int | None = None
+    is_fresh: bool = False
+    uses_applied: bool = False
 
 
 class _Record(NamedTuple):
-    """What one process has, as bit masks over parameters and buffers, and which sums it has compressed before."""
+    """What one process has, as bit masks over parameters and buffers, and which sums it has compressed before.
+
+    ``doubts`` holds the position of each gradient that may be a sum, whether it is one if all replicas hold the same,
+    and its fingerprint on each local replica.
+    """
 
     plan: str
+    number: int
     dense: int
     sparse: int
     marked: int
     buffers: int
     weights: tuple[float, ...]
     step: int | None
+    doubts: list[list[Any]]
     low_rank: int = 0
     early: EarlyReport | None = None
 
     def encode(self) -> list[Any]:
         masks = [f"{mask:x}" for mask in (self.dense, self.sparse, self.marked, self.buffers)]
-        return [self.plan, *masks, list(self.weights), self.step, self.low_rank, self.early]
+        return [self.plan, self.number, *masks, list(self.weights), self.step, self.doubts, self.low_rank, self.early]
 
     @classmethod
     def decode(cls, row: Sequence[Any]) -> _Record:
-        dense, sparse, marked, buffers = (int(mask, 16) for mask in row[1:5])
-        early = None if row[8] is None else EarlyReport(*row[8])
-        return cls(row[0], dense, sparse, marked, buffers, tuple(row[5]), row[6], row[7], early)
+        plan, number, *masks = row[:6]
+        weights, step, doubts, low_rank, early = row[6:]
+        early = None if early is None else EarlyReport(*early)
+        dense, sparse, marked, buffers = (int(mask, 16) for mask in masks)
+        return cls(plan, number, dense, sparse, marked, buffers, tuple(weights), step, doubts, low_rank, early)
 
 
 class GradientSummer:
@@ -92,8 +102,9 @@ class GradientSummer:
         workers: the processes; ``None`` if there is only this one.
         options: bucket size.
         buffers: the buffers that travel along.
-        check_every: number of sums between two comparisons of the processes' parameters; the first two sums of an
-            optimizer always compare.
+        ledger: what the gradients are.
+        check_every: number of sums of an optimizer between two comparisons of the processes' parameters; its first
+            two sums always compare.
     """
 
     def __init__(
@@ -103,6 +114,7 @@ class GradientSummer:
         workers: WorkerGroup | None,
         options: CommunicationOptions,
         buffers: BufferSync,
+        ledger: GradientLedger,
         check_every: int,
     ) -> None:
         self._placement = placement
@@ -110,13 +122,15 @@ class GradientSummer:
         self._workers = workers
         self._options = options
         self._buffers = buffers
+        self.ledger = ledger
         self._check_every = check_every
         self._dense = DenseSums(placement, ops, workers, options)
         self._early: EarlySums | None = None
         if workers is not None and workers.early_device_types:
-            self._early = EarlySums(workers, options.bucket_bytes)
-        self._plans: dict[tuple[Any, ...], str] = {}
-        self._num_sums: Counter[str] = Counter()
+            self._early = EarlySums(workers, options.bucket_bytes, ledger)
+        self._plans = Plans()
+        #: Looks at the losses that the replicas differentiate.
+        self.mean_losses = MeanLossCheck()
         self._num_calls = 0
 
     def __call__(self, parts: Sequence[GradientSum]) -> list[None]:
@@ -134,9 +148,12 @@ class GradientSummer:
                 "The replicas' optimizers have different numbers of parameters: "
                 f"{[len(part.parameters) for part in parts]}. Change parameter groups outside `run`."
             )
-        slots = self._buffers.candidates()
-        record = self._describe(columns, slots, parts)
-        records = self._exchange(record, columns)
+        plan = self._plans.of([column[0] for column in columns]) if columns else None
+        slots = self._buffers.candidates(0 if plan is None else plan.number, [column[0] for column in columns])
+        record = self._describe(plan, columns, slots, parts)
+        records = self._exchange(record, plan, columns)
+        if plan is not None:
+            self._look_at_losses(plan, parts)
         dense = sparse = marked = changed = 0
         weights: list[float] = []
         for row in records:
@@ -148,8 +165,9 @@ class GradientSummer:
                 "Some replicas have already summed gradients that others have not. Every replica must call "
                 "`sum_gradients` for the same optimizers."
             )
+        edited = _settle_doubts([row.doubts for row in records], columns)
         with torch.no_grad():
-            todo = [k for k in range(len(columns)) if (dense | sparse) >> k & 1 and not marked >> k & 1]
+            todo = [k for k in range(len(columns)) if (dense | sparse) & ~(marked | edited) & 1 << k]
             only_sparse = [k for k in todo if not dense >> k & 1]
             travelling = [k for k in todo if dense >> k & 1]
             taken = self._take_early(columns, records, travelling)
@@ -159,16 +177,17 @@ class GradientSummer:
             self._sync_buffers([slot for k, slot in enumerate(slots) if changed >> k & 1], weights)
         if changed:
             self._buffers.mark_synchronised(slots)
-        for k in todo:
-            for parameter in columns[k]:
-                mark(parameter)
+        summed = [*todo, *(k for k in range(len(columns)) if edited >> k & 1)]
+        for local_id, part in enumerate(parts):
+            self.ledger.note_sum([columns[k][local_id] for k in summed], part.run)
         if self._early is not None and columns:
             self._early.prepare(_early_reports(records), [k for k in travelling if not sparse >> k & 1])
         return [None] * len(parts)
 
-    def note_backward(self, parameter: Tensor) -> None:
-        """Take notice of a replica's backward pass that has added to a parameter's gradient."""
-        if self._early is not None:
+    def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
+        """Take notice of a backward pass that has added to a parameter's gradient, in ``run`` or outside."""
+        self.ledger.note_backward(parameter, is_inside=is_inside)
+        if self._early is not None and is_inside:
             self._early.note_backward(parameter)
 
     def sync_buffers(self) -> None:
@@ -178,60 +197,82 @@ class GradientSummer:
     def _look_for_edits(self, parts: Sequence[GradientSum]) -> None:
         """Warn of gradients that were clipped before the sum; only now and then, for it may wait for an accelerator."""
         self._num_calls += 1
-        if self._num_calls > 10 and self._num_calls % self._check_every:
-            return
-        edited = [p for part in parts for p in part.parameters if was_edited(p)]
-        if edited:
+        if (self._num_calls <= 10 or self._num_calls % self._check_every == 0) and self._are_edited(parts):
             warn_once(
                 "A gradient was changed in place between `backward` and its sum over replicas. If it was clipped, "
                 "this replica's part was clipped and not the gradient of the whole batch: call "
                 "`ts.get_replica_context().sum_gradients(optimizer)` before `clip_grad_norm_` or `clip_grad_value_`. "
-                f"(A factor that is the same on all replicas does no harm.) The sum was made at {call_site()}."
+                f"(A factor that is the same on all replicas does no harm.) The sum was made at {call_site()}.",
+                of=self,
             )
 
+    def _are_edited(self, parts: Sequence[GradientSum]) -> bool:
+        return any(self.ledger.was_edited(parameter) for part in parts for parameter in part.parameters)
+
+    def _look_at_losses(self, plan: Plan, parts: Sequence[GradientSum]) -> None:
+        """Take notice of a sum of an optimizer's gradients, in the first of which losses are looked at."""
+        is_new = plan.num_sums == 0
+        plan.num_sums += 1
+        if plan.num_sums <= NUM_LOOKS:
+            is_edited = self._are_edited(parts)
+            parameters = [parameter for part in parts for parameter in part.parameters]
+            self.mean_losses.before_sum(parameters, is_new=is_new, is_edited=is_edited)
+
     def _describe(
-        self, columns: Sequence[Sequence[Tensor]], slots: Sequence[Slot], parts: Sequence[GradientSum]
+        self,
+        plan: Plan | None,
+        columns: Sequence[Sequence[Tensor]],
+        slots: Sequence[Slot],
+        parts: Sequence[GradientSum],
     ) -> _Record:
         dense = sparse = marked = 0
-        for k, column in enumerate(columns):
+        rows = [self._states(part) for part in parts]
+        doubts: list[list[Any]] = []
+        for k, (column, states) in enumerate(zip(columns, zip(*rows, strict=True), strict=True)):
             present = [parameter.grad for parameter in column if parameter.grad is not None]
-            for parameter in column:
-                check_can_be_summed(k, parameter)
-            marks = [is_marked(parameter) for parameter in column]
-            if any(marks) and not all(marks):
+            is_summed = states[0] is State.SUMMED
+            if any((state is State.SUMMED) != is_summed for state in states):
                 raise RuntimeError(
                     f"Some replicas have already summed the gradient of parameter {k} (shape "
                     f"{tuple(column[0].shape)}) and others have not. Every replica must call `sum_gradients` for the "
                     "same optimizers, and none may run `backward` again before `optimizer.step()`."
                 )
+            if all(state in (State.EDITED, State.DOUBTFUL) for state in states):
+                doubts.append([k, State.DOUBTFUL not in states, *fingerprints(present)])
             sparse |= any(grad.is_sparse for grad in present) << k
             dense |= any(not grad.is_sparse for grad in present) << k
-            marked |= all(marks) << k
+            marked |= is_summed << k
         changed = 0
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
-        plan = "" if self._workers is None else self._plan(columns)
         weights = tuple(float(part.had_examples) for part in parts)
-        low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state([column[0] for column in columns])
-        early = self._early.report(plan, [column[0] for column in columns]) if self._early and columns else None
-        return _Record(plan, dense, sparse, marked, changed, weights, parts[0].step, low_rank, early)
+        firsts = [column[0] for column in columns]
+        low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
+        early = self._early.report(plan, firsts) if self._early and plan is not None else None
+        digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
+        step = parts[0].step
+        return _Record(digest, number, dense, sparse, marked, changed, weights, step, doubts, low_rank, early)
 
-    def _plan(self, columns: Sequence[Sequence[Tensor]]) -> str:
-        """Return a hash of the parameters' shapes, dtypes and memory formats."""
-        layout = tuple((tuple(p.shape), str(p.dtype), memory_order(p)) for p, *_ in columns)
-        plan = self._plans.get(layout)
-        if plan is None:
-            plan = self._plans[layout] = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-        return plan
+    def _states(self, part: GradientSum) -> list[State]:
+        """Say of each of a replica's gradients whether it is to be summed."""
+        if part.is_fresh:
+            return [State.LOCAL] * len(part.parameters)
+        return self.ledger.states(part.parameters, part.run, uses_applied=part.uses_applied)
 
-    def _exchange(self, record: _Record, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
+    def _exchange(self, record: _Record, plan: Plan | None, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
         if self._workers is None:
             return [record]
+        firsts = [column[0] for column in columns]
         operation = "the sum of gradients" if columns else "sync_buffers"
         records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
         if any(row.plan != record.plan for row in records):
-            layout = [[list(p.shape), str(p.dtype), *_format_name(p)] for p, *_ in columns]
-            self._workers.agree(operation, layout, "parameters (shapes, dtypes and memory formats)")
+            self._workers.agree(operation, describe_layout(firsts), "parameters (shapes, dtypes and memory formats)")
+        if len({row.number for row in records}) > 1:
+            raise DisagreementError(
+                "The ranks sum the gradients of different optimizers, whose parameters have equal shapes:\n"
+                + "\n".join(f"  rank {rank}: optimizer number {row.number}" for rank, row in enumerate(records))
+                + "\n(counted by their first steps). Every rank must step the same optimizers in the same order."
+            )
         if len({row.step for row in records} - {None}) > 1:
             raise DisagreementError(
                 "The ranks sum gradients of different batches of a dataset:\n"
@@ -240,28 +281,10 @@ class GradientSummer:
                 "also where its share is empty."
             )
         if self._dense.low_rank is not None and any(row.low_rank != record.low_rank for row in records):
-            self._dense.low_rank.forget([column[0] for column in columns])
-        if columns:
-            self._num_sums[record.plan] += 1
-            count = self._num_sums[record.plan]
-            if count <= 2 or count % self._check_every == 0:
-                self._compare_parameters([column[0] for column in columns], self._workers)
+            self._dense.low_rank.forget(firsts)
+        if plan is not None and (plan.num_sums < 2 or (plan.num_sums + 1) % self._check_every == 0):
+            compare_between_ranks(firsts, self._workers, "Parameter {} of an optimizer".format)
         return records
-
-    def _compare_parameters(self, parameters: Sequence[Tensor], workers: WorkerGroup) -> None:
-        """Raise unless the parameters have equal sums on all ranks (replicas of one process are compared elsewhere)."""
-        with torch.no_grad():
-            sums = _checksums(parameters)
-        rows = workers.exchange("the comparison of parameters between ranks", sums)
-        for k, parameter in enumerate(parameters):
-            totals, sizes = zip(*(row[k] for row in rows), strict=True)
-            largest = max(abs(size) for size in sizes)
-            if max(totals) - min(totals) > _RELATIVE_TOLERANCE * largest or _only_some_nan(totals):
-                raise DivergenceError(
-                    f"Parameter {k} of an optimizer (shape {tuple(parameter.shape)}) differs between the ranks before "
-                    f"its gradients are summed; the sums of its elements are {list(totals)}. Every rank must change "
-                    "parameters in the same way: load weights on all ranks, not on the chief only."
-                )
 
     def _take_early(
         self, columns: Sequence[Sequence[Tensor]], records: Sequence[_Record], indices: Sequence[int]
@@ -281,12 +304,16 @@ class GradientSummer:
             return
         chosen = [columns[k] for k in indices]
         rows = [[_dense_gradient(parameter) for parameter in column] for column in chosen]
-        may_overwrite = [all(_is_ours(parameter) for parameter in column) for column in chosen]
+        may_overwrite = [all(map(self._is_ours, column)) for column in chosen]
         sums = self._dense(indices, [column[0] for column in chosen], rows, may_overwrite)
         for column, row in zip(chosen, sums, strict=True):
             for parameter, total in zip(column, row, strict=True):
                 # `data` has a version of its own: the parts of a bucket share one.
                 parameter.grad = in_format_of(total.data, parameter)
+
+    def _is_ours(self, parameter: Tensor) -> bool:
+        """Say whether ``_dense_gradient`` is new, or as ``backward`` made it: the program may keep other tensors."""
+        return parameter.grad is None or parameter.grad.is_sparse or self.ledger.own_pass(parameter) is not None
 
     def _sum_sparse(self, column: Sequence[Tensor]) -> None:
         present = [parameter.grad for parameter in column if parameter.grad is not None]
@@ -319,11 +346,6 @@ class GradientSummer:
             self._buffers.store(slot, totals)
 
 
-def _format_name(parameter: Tensor) -> list[str]:
-    order = memory_order(parameter)
-    return [] if order is None else [f"axes {list(order)} in memory"]
-
-
 def _early_reports(records: Sequence[_Record]) -> list[EarlyReport]:
     return [record.early for record in records if record.early is not None]
 
@@ -333,38 +355,38 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _checksums(parameters: Sequence[Tensor]) -> list[list[float]]:
-    """Return of each tensor the sum of its elements and that of their absolute values; waits once for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for k, parameter in enumerate(parameters):
-        by_device.setdefault(parameter.device, []).append(k)
-    sums: list[list[float]] = [[]] * len(parameters)
-    for indices in by_device.values():
-        rows = torch.stack([_checksum(parameters[k]) for k in indices]).tolist()
-        for k, row in zip(indices, rows, strict=True):
-            sums[k] = row
-    return sums
+def _settle_doubts(rows: Sequence[Sequence[Sequence[Any]]], columns: Sequence[Sequence[Tensor]]) -> int:
+    """Return a mask of the gradients that are sums already, although the program has changed or replaced them.
+
+    Sums are equal on all replicas, to the bit. So gradients that differ are the replicas' own; equal ones may be both.
+
+    Args:
+        rows: of each process, the position of each gradient that may be a sum, whether it is one if all replicas hold
+            the same, and its fingerprint on each of its replicas.
+        columns: the parameters.
+
+    Raises:
+        RuntimeError: all replicas hold the same, and nothing tells what it is.
+    """
+    if any(row != rows[0] for row in rows) or any(len(set(found)) > 1 for _, _, *found in rows[0]):
+        return 0
+    for k, is_edited, *_ in rows[0]:
+        if not is_edited:
+            raise RuntimeError(doubt(k, columns[k][0]))
+    return sum(1 << k for k, *_ in rows[0])
 
 
-def _checksum(parameter: Tensor) -> Tensor:
-    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    parts: Sequence[Tensor] = [values]
-    if values.dim() and values.device.type != "xla":  # which fuses the copy with the sums
-        parts = torch.split(values, max(1, _PART_NUMBERS * len(values) // max(1, values.numel())))
-    sums = []
-    for part in parts:
-        wide = part.double()
-        sums.append(torch.stack([wide.sum(), wide.abs().sum()]))
-    return torch.stack(sums).sum(0)
-
-
-def _only_some_nan(values: Sequence[float]) -> bool:
-    return len({math.isnan(value) for value in values}) > 1
-
-
-def _is_ours(parameter: Tensor) -> bool:
-    """Say whether ``_dense_gradient`` is a new tensor, or as ``backward`` made it: the program may keep other ones."""
-    return parameter.grad is None or parameter.grad.is_sparse or own_mark(parameter) is not None
+def doubt(k: int, parameter: Tensor) -> str:
+    """Return what to say of a gradient of which nothing tells whether it is a sum."""
+    return (
+        f"Nothing tells whether the gradient of parameter {k} (shape {tuple(parameter.shape)}) is new: an earlier "
+        "sum over replicas was used by a step, or replaced by the program, no `backward` has added to it since, and "
+        "all replicas hold the same. If these are new gradients of the replicas (written past autograd, by `.data`, a "
+        "kernel or a replayed graph), call `ts.get_replica_context().sum_gradients(optimizer, fresh=True)` before "
+        "`optimizer.step()`. If they are meant as the sum (a second step on one gradient, a sum that the program has "
+        "replaced), call `ts.get_replica_context().mark_summed(optimizer)` before it. Else clear them first, by "
+        f"`optimizer.zero_grad()`. (The sum was to be made at {call_site()}.)"
+    )
 
 
 def _dense_gradient(parameter: Tensor) -> Tensor:

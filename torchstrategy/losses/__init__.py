@@ -1,6 +1,5 @@
 """Losses under tf.keras's names, with reductions that are safe with several replicas."""
 
-from torchstrategy.losses import torch_losses as _torch_losses  # noqa: F401 - registers a warning
 from torchstrategy.losses.crossentropies import (
     BinaryCrossentropy,
     BinaryFocalCrossentropy,

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import enum
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.context import set_within
 from torchstrategy.losses.arguments import as_tensor
-from torchstrategy.losses.torch_losses import means_are_meant
 from torchstrategy.strategies.default import get_strategy, has_strategy
 
-__all__ = ["Loss", "Reduction", "matching_weight"]
+__all__ = ["Loss", "Reduction", "matching_weight", "replica_means"]
+
+_means_are_meant: ContextVar[bool] = ContextVar("torchstrategy_replica_means", default=False)
+
+
+def replica_means() -> AbstractContextManager[None]:
+    """Let losses average over a replica's batch: the caller divides by the number of replicas. Replica context only."""
+    return set_within(_means_are_meant, value=True)
 
 
 class Reduction(str, enum.Enum):
@@ -153,7 +162,7 @@ class Loss:
         return None
 
     def _check_reduction(self) -> None:
-        if self.reduction not in (Reduction.NONE, Reduction.SUM) and has_strategy() and not means_are_meant():
+        if self.reduction not in (Reduction.NONE, Reduction.SUM) and has_strategy() and not _means_are_meant.get():
             raise ValueError(
                 f"{self.name} was called under a strategy with reduction {self.reduction.name}, which would average "
                 "over this replica's share of the batch only. Make the loss with "

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchstrategy.metrics import sync as _sync  # noqa: F401 - registers what torchmetrics' classes do over replicas
-
 if TYPE_CHECKING:
     from torchstrategy.metrics.auc import AUC
     from torchstrategy.metrics.base import Metric

@@ -1,6 +1,6 @@
 """Makes torchmetrics metrics that a scope recorded right over all replicas in cross-replica context.
 
-The classes are registered by name, so that importing this file does not import torchmetrics. Inside a replica
+``replicas.adapters`` knows the classes by their names and imports this file when it meets one. Inside a replica
 function a metric is a plain one, with that replica's own state.
 """
 
@@ -10,15 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchstrategy.replicas import metric_states
-from torchstrategy.replicas.adapters import register_outside_method, register_preparation
+from torchstrategy.replicas.adapters import Adapter
 
-__all__: list[str] = []
-
-_METRIC = "torchmetrics.metric.Metric"
-_COLLECTION = "torchmetrics.collections.MetricCollection"
-_TRACKER = "torchmetrics.wrappers.tracker.MetricTracker"
-_MIN_MAX = "torchmetrics.wrappers.minmax.MinMaxMetric"
-_OWN_METRIC = "torchstrategy.metrics.base.Metric"
+__all__ = ["ADAPTERS"]
 
 _OutsideMethod = Callable[..., Any]
 
@@ -100,28 +94,31 @@ def _never() -> bool:
     return False
 
 
-def _register() -> None:
-    register_preparation(_METRIC, _prepare_metric)
-    register_preparation(_COLLECTION, _prepare_collection)
-    for class_name in (_METRIC, _COLLECTION):
-        register_outside_method(class_name, "compute", _over_all_replicas("compute"))
-        register_outside_method(class_name, "reset", _on_each_replica("reset"))
-        register_outside_method(class_name, "update", _on_first_replica("update"))
-        register_outside_method(class_name, "forward", _on_first_replica("forward"))
-    register_outside_method(_METRIC, "state_dict", _state_dict)
-    register_outside_method(_METRIC, "_load_from_state_dict", _load_from_state_dict)
-    for method in ("compute", "compute_all", "best_metric"):
-        register_outside_method(_TRACKER, method, _over_all_replicas(method))
-    for method in ("increment", "reset", "reset_all"):
-        register_outside_method(_TRACKER, method, _on_each_replica(method))
-    for method in ("update", "forward"):
-        register_outside_method(_TRACKER, method, _on_first_replica(method))
-    register_outside_method(_MIN_MAX, "compute", _compute_min_max)
-    register_outside_method(_OWN_METRIC, "forward", _update_and_result)
-    register_outside_method(_OWN_METRIC, "result", _over_all_replicas("result"))
-    for method in ("reset_state", "reset_states"):
-        register_outside_method(_OWN_METRIC, method, _on_each_replica(method))
-    register_outside_method(_OWN_METRIC, "update_state", _on_first_replica("update_state"))
+_GATHERED = {
+    "compute": _over_all_replicas("compute"),
+    "reset": _on_each_replica("reset"),
+    "update": _on_first_replica("update"),
+    "forward": _on_first_replica("forward"),
+}
 
-
-_register()
+ADAPTERS = {
+    "torchmetrics.metric.Metric": Adapter(
+        {**_GATHERED, "state_dict": _state_dict, "_load_from_state_dict": _load_from_state_dict}, _prepare_metric
+    ),
+    "torchmetrics.collections.MetricCollection": Adapter(_GATHERED, _prepare_collection),
+    "torchmetrics.wrappers.tracker.MetricTracker": Adapter(
+        {name: _over_all_replicas(name) for name in ("compute", "compute_all", "best_metric")}
+        | {name: _on_each_replica(name) for name in ("increment", "reset", "reset_all")}
+        | {name: _on_first_replica(name) for name in ("update", "forward")}
+    ),
+    "torchmetrics.wrappers.minmax.MinMaxMetric": Adapter({"compute": _compute_min_max}),
+    "torchstrategy.metrics.base.Metric": Adapter(
+        {
+            "forward": _update_and_result,
+            "result": _over_all_replicas("result"),
+            "reset_state": _on_each_replica("reset_state"),
+            "reset_states": _on_each_replica("reset_states"),
+            "update_state": _on_first_replica("update_state"),
+        }
+    ),
+}

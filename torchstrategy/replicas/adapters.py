@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import importlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "HOMES",
+    "Adapter",
     "HandleOfAll",
     "OutsideCall",
     "OutsideMethod",
-    "first_run_modes",
     "is_a",
     "outside_methods",
     "prepare_body",
-    "register_first_run_mode",
-    "register_outside_method",
-    "register_preparation",
     "register_replicas",
     "register_trace_end",
     "replicas_of",
@@ -31,9 +30,30 @@ __all__ = [
 
 OutsideMethod = Callable[..., Any]
 
-_methods: dict[str, dict[str, OutsideMethod]] = {}
-_first_run_modes: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
-_preparations: dict[str, Callable[[Any, int], None]] = {}
+
+class Adapter(NamedTuple):
+    """What a class of objects needs where several replicas have copies of one.
+
+    Args:
+        outside: by name, what a method is in cross-replica context; called as ``fn(strategy, bodies, *args, **kwargs)``
+            with this process's plain objects, one for each replica.
+        prepare: called as ``prepare(body, local_id)`` with each replica's object, once, before its first run.
+    """
+
+    outside: Mapping[str, OutsideMethod] = MappingProxyType({})
+    prepare: Callable[[Any, int], None] | None = None
+
+
+#: Which modules have the ``ADAPTERS`` of classes, by the classes' full names; subclasses count. Such a module is
+#: imported when an object of such a class is met: what happens never depends on what the program has imported.
+HOMES = {
+    "torchmetrics.collections.MetricCollection": "torchstrategy.metrics.sync",
+    "torchmetrics.metric.Metric": "torchstrategy.metrics.sync",
+    "torchmetrics.wrappers.minmax.MinMaxMetric": "torchstrategy.metrics.sync",
+    "torchmetrics.wrappers.tracker.MetricTracker": "torchstrategy.metrics.sync",
+    "torchstrategy.metrics.base.Metric": "torchstrategy.metrics.sync",
+}
+
 _trace_ends: list[Callable[[str], None]] = []
 #: By ``id``: what gives the replicas' copies of an object that serves several replicas itself.
 _openers: dict[int, tuple[weakref.ref[Any], Callable[[], contextlib.AbstractContextManager[Sequence[Any]]]]] = {}
@@ -47,57 +67,25 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def register_outside_method(class_name: str, method: str, fn: OutsideMethod) -> None:
-    """Call ``fn(strategy, bodies, *args, **kwargs)`` for ``method`` on a recorded object in cross-replica context.
-
-    Args:
-        class_name: ``module.Class``; subclasses count. A name, so that nothing need be imported.
-        method: the method's name.
-        fn: gets the strategy and this process's objects, one for each replica, whose methods are the plain ones.
-    """
-    _methods.setdefault(class_name, {})[method] = fn
-
-
 def outside_methods(cls: type) -> dict[str, OutsideMethod]:
-    """Return the registered methods of a class and its bases; a subclass's registration wins."""
+    """Return what methods of a class are in cross-replica context; a subclass's adapter wins."""
     methods: dict[str, OutsideMethod] = {}
-    for base in reversed(cls.__mro__):
-        methods.update(_methods.get(f"{base.__module__}.{base.__qualname__}", {}))
+    for adapter in reversed(_adapters(cls)):
+        methods.update(adapter.outside)
     return methods
 
 
-def register_preparation(class_name: str, fn: Callable[[Any, int], None]) -> None:
-    """Call ``fn(body, local_id)`` once for each replica's object before its first run.
-
-    Args:
-        class_name: ``module.Class``; subclasses count.
-        fn: gets a plain object and its replica's position in this process.
-    """
-    _preparations[class_name] = fn
-
-
 def prepare_body(body: Any, local_id: int) -> None:
-    """Make the registered preparations of one replica's object."""
-    for base in type(body).__mro__:
-        fn = _preparations.get(f"{base.__module__}.{base.__qualname__}")
-        if fn is not None:
-            fn(body, local_id)
+    """Prepare one replica's object, by its position in the process, for its first run."""
+    for adapter in _adapters(type(body)):
+        if adapter.prepare is not None:
+            adapter.prepare(body, local_id)
 
 
-def register_first_run_mode(make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Enter what ``make`` returns around each replica's function in the first run over several replicas."""
-    _first_run_modes.append(make)
-
-
-@contextlib.contextmanager
-def first_run_modes() -> Iterator[None]:
-    """Enter the registered modes; not where torch.compile is used, which would compile for them and then anew."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    compiles = dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
-    with contextlib.ExitStack() as stack:
-        for make in () if compiles else _first_run_modes:
-            stack.enter_context(make())
-        yield
+def _adapters(cls: type) -> list[Adapter]:
+    """Return the adapters of a class and its bases, its own first."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+    return [importlib.import_module(HOMES[name]).ADAPTERS[name] for name in names if name in HOMES]
 
 
 def register_trace_end(fn: Callable[[str], None]) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["BufferSync"]
@@ -17,26 +20,68 @@ __all__ = ["BufferSync"]
 class BufferSync:
     """Averages changed floating-point buffers over the replicas that had examples; others take replica 0's value.
 
+    An optimizer's step brings together the buffers of the modules that it trains: those of another optimizer's may be
+    in use, between their forward and backward pass.
+
     Args:
+        record: what the strategy's scopes recorded.
         slots: returns where the parameters and buffers live.
     """
 
-    def __init__(self, slots: Callable[[], list[Slot]]) -> None:
+    def __init__(self, record: Record, slots: Callable[[], list[Slot]]) -> None:
+        self._record = record
         self._slots = slots
         self._stamps: dict[int, tuple[Any, ...]] = {}
+        #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
+        self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
     def note_new(self) -> None:
         """Take the values of buffers that are new as synchronised: initial values are equal on all replicas."""
         for slot in self.candidates():
             self._stamps.setdefault(_key(slot), _stamp(slot))
 
-    def candidates(self) -> list[Slot]:
-        """Return the slots that hold buffers; a variable says itself how its copies are brought together."""
-        return [
+    def candidates(self, number: int = 0, parameters: Sequence[Tensor] = ()) -> list[Slot]:
+        """Return the slots that hold buffers; a variable says itself how its copies are brought together.
+
+        Args:
+            number: stands for ``parameters``; 0 means all buffers.
+            parameters: only buffers of modules that these train, and of modules that no optimizer trains.
+        """
+        found = [
             (dicts, name)
             for dicts, name in self._slots()
-            if isinstance(dicts[0].get(name), Tensor) and not isinstance(dicts[0][name], (torch.nn.Parameter, Variable))
+            if isinstance(dicts[0].get(name), Tensor) and not isinstance(dicts[0][name], (nn.Parameter, Variable))
         ]
+        if number == 0 or not found:
+            return found
+        state = (self._record.num_added, *(id(dicts[0]) for dicts, _ in found))
+        known = self._of_plan.get(number)
+        if known is None or known[0] != state:
+            known = self._of_plan[number] = (state, self._trained_by(parameters))
+        return [(dicts, name) for dicts, name in found if id(dicts[0]) in known[1]]
+
+    def _trained_by(self, parameters: Sequence[Tensor]) -> frozenset[int]:
+        """Return the ids of the dictionaries of buffers that go with some parameters.
+
+        A module's buffers go with its own and its children's parameters; if it has none, with those of the modules
+        that contain it, the closest first.
+        """
+        recorded = [bodies(obj)[0] for obj in self._record if isinstance(obj, (nn.Module, Optimizer))]
+        groups = [group for obj in recorded if isinstance(obj, Optimizer) for group in obj.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        own = set(map(id, parameters))
+        modules = {id(m): m for obj in recorded if isinstance(obj, nn.Module) for m in obj.modules()}
+        parents: dict[int, list[nn.Module]] = {}
+        for module in modules.values():
+            for child in module.children():
+                parents.setdefault(id(child), []).append(module)
+        found = set()
+        for module in modules.values():
+            if module._buffers:
+                with_it = _parameters_around(module, parents)
+                if with_it & own or not with_it & trained:
+                    found.add(id(module._buffers))
+        return frozenset(found)
 
     def changed(self, slots: Sequence[Slot]) -> list[bool]:
         """Say which buffers any local replica has changed since they were last synchronised.
@@ -68,11 +113,25 @@ class BufferSync:
         dicts, name = slot
         with torch.no_grad():
             for own, total in zip(dicts, totals, strict=True):
-                own[name].copy_(total)
+                # As torch's batch norm writes them: a backward pass that is still to come does not use their values.
+                with torch.autograd.grad_mode._unsafe_preserve_version_counter(own[name]):
+                    own[name].copy_(total)
 
     def mark_synchronised(self, slots: Sequence[Slot]) -> None:
         """Note the present values as synchronised."""
         self._stamps = {_key(slot): _stamp(slot) for slot in slots}
+
+
+def _parameters_around(module: nn.Module, parents: dict[int, list[nn.Module]]) -> set[int]:
+    """Return the ids of the parameters in a module or, if it has none, in the closest modules around it that do."""
+    level, seen = [module], {id(module)}
+    while level:
+        found = {id(parameter) for member in level for parameter in member.parameters()}
+        if found:
+            return found
+        level = [parent for member in level for parent in parents.get(id(member), ()) if id(parent) not in seen]
+        seen.update(map(id, level))
+    return set()
 
 
 def _weighted(value: Tensor, weight: float) -> Tensor:

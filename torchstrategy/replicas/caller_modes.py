@@ -70,7 +70,7 @@ def refuse_modes() -> None:
     modes = [
         type(mode).__name__
         for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if type(mode).__name__ != _DEVICE_CONTEXT and not getattr(mode, "is_carried", False)
+        if type(mode).__name__ != _DEVICE_CONTEXT
     ]
     modes += [type(mode).__name__ for mode in _python_dispatch._get_current_dispatch_mode_stack()]
     if modes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchstrategy.replicas.adapters import prepare_body
 from torchstrategy.replicas.copies import (
     Memo,
     bind_step,
+    check_are_whole,
     check_can_be_copied,
     copy_tensor,
     copy_together,
@@ -29,9 +31,11 @@ from torchstrategy.replicas.copies import (
     hold_copies,
     keep_user_data,
     own_tensors,
+    tensors_held,
     with_submodules,
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
+from torchstrategy.replicas.hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
@@ -73,6 +77,8 @@ class ReplicaSet:
         self._all_noted = False
         #: What the gradients of replica 0's copies of variables were after the last run.
         self._variable_grads: dict[int, tuple[Tensor | None, int]] = {}
+        #: The parameters in the groups of replica 0's optimizers after the last run, by their ids.
+        self._groups: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def current(self) -> int | None:
         """Return the position in this process of the replica that is running on this thread, or ``None``."""
@@ -93,6 +99,7 @@ class ReplicaSet:
             return
         for obj in new:
             check_can_be_copied(obj, swap=True)
+        check_are_whole([obj for obj in new if isinstance(obj, nn.Module)])
         memos = [self._start_memo(i, new) for i in range(len(self._devices))]
         for i, memo in enumerate(memos):
             copy_together(new, memo, is_first=i == 0)
@@ -117,10 +124,11 @@ class ReplicaSet:
         values = [tree.map_leaves(lambda leaf: self.counterpart(0, leaf), value)]
         for i in range(1, count):
             memo = self._start_memo(i, [])
+            for tensor in [*tensors_held(value, memo), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]:
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = copy_tensor(tensor, self._devices[i])
             for leaf in leaves:
-                if isinstance(leaf, Tensor) and id(leaf) not in memo:
-                    memo[id(leaf)] = copy_tensor(leaf, self._devices[i])
-                elif isinstance(leaf, torch.Generator):
+                if isinstance(leaf, torch.Generator):
                     memo[id(leaf)] = self._generator(i, leaf)
             values.append(deep_copy(value, value, memo))
         return values
@@ -170,15 +178,18 @@ class ReplicaSet:
             if _grad_stamp(variable.copy_on(0)) != ((0, 0) if grad is None else (id(grad), version)):
                 _check_gradient(variable.name, variable.copy_on(0))
             variable.follow_first()
-        for mirror in self._mirrors():
+        mirrors = self._mirrors()
+        for mirror in mirrors:
             mirror.push_changes()
             if mirror.is_module:
                 tensors = _tensors_of(mirror)
                 for slot, before, now in tensors.changes():
                     self._copy_slot(mirror, slot, before, now)
                 tensors.accept_changes()
-            elif isinstance(mirror.bodies[0], Optimizer):
-                _copy_hyper_parameters(mirror.bodies)
+                tensors.push_belongings(self.values_for)
+        for mirror in mirrors:  # after the modules, whose parameters may be new
+            if isinstance(mirror.bodies[0], Optimizer):
+                self._copy_groups(mirror.bodies)
 
     def after_run(self) -> None:
         """Note the state of replica 0's tensors."""
@@ -188,8 +199,11 @@ class ReplicaSet:
         grads = {id(variable): _grad(variable.copy_on(0)) for variable in variables}
         self._variable_grads = {key: (grad, 0 if grad is None else grad._version) for key, grad in grads.items()}
         for mirror in self._mirrors():
+            mirror.hooks.note()
             if mirror.is_module:
                 _tensors_of(mirror).note()
+            elif isinstance(mirror.bodies[0], Optimizer):
+                self._groups[mirror.bodies[0]] = _group_ids(mirror.bodies[0])
 
     def _mirrors(self) -> list[Mirror]:
         mirrors = [mirror_of(reference()) for reference in self._facades]
@@ -213,10 +227,10 @@ class ReplicaSet:
 
     def _add_new(self, memo: Memo, local_id: int, new: Sequence[Any]) -> None:
         for obj in new:
-            if isinstance(obj, nn.Module):
-                for tensor in own_tensors(obj):
-                    if id(tensor) not in memo:
-                        memo[id(tensor)] = tensor if local_id == 0 else copy_tensor(tensor, self._devices[local_id])
+            held = own_tensors(obj) if isinstance(obj, nn.Module) else []
+            for tensor in [*held, *tensors_held(obj.__dict__, memo)]:
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = tensor if local_id == 0 else copy_tensor(tensor, self._devices[local_id])
             for value in obj.__dict__.values():
                 if isinstance(value, torch.Generator) and id(value) not in memo:
                     memo[id(value)] = self._generator(local_id, value)
@@ -258,6 +272,8 @@ class ReplicaSet:
             if not isinstance(body, nn.Module):
                 self._prepare(body)
         self._facades.append(weakref.ref(obj, self._forget_facade))
+        if isinstance(own[0], Optimizer):
+            self._groups[own[0]] = _group_ids(own[0])
         return mirror
 
     def _forget_facade(self, reference: weakref.ref[Any]) -> None:
@@ -271,6 +287,19 @@ class ReplicaSet:
                 for name, value in list(body.__dict__.items()):
                     if isinstance(value, torch.device) and value == first:
                         body.__dict__[name] = device
+
+    def _copy_groups(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give the other replicas' optimizers the groups of replica 0's: their parameters and hyper-parameters."""
+        first = optimizers[0].param_groups
+        is_regrouped = _group_ids(optimizers[0]) != self._groups.get(optimizers[0])
+        for i, optimizer in enumerate(optimizers[1:], 1):
+            groups = optimizer.param_groups
+            if is_regrouped:
+                groups[:] = [*groups[: len(first)], *({} for _ in first[len(groups) :])]
+            for source, target in zip(first, groups, strict=True):
+                if is_regrouped:
+                    target["params"] = [self.counterpart(i, parameter) for parameter in source["params"]]
+                _copy_hyper_parameters(source, target)
 
     def _copy_slot(self, mirror: Mirror, slot: Slot, before: _Stamp, now: _Stamp) -> None:
         dicts, name = slot
@@ -306,6 +335,10 @@ class _ModuleTensors:
             self._stamps.append(old.get(name) or _unknown(_stamp(slot)))
         self._grads: list[Tensor | None] = []
         self._changed = False
+        known: dict[str, Belongings] = {} if before is None else before._belongings
+        self._belongings: dict[str, Belongings] = {
+            name: known.get(name) or belongings_of(dicts[0][name]) for dicts, name in self._parameters()
+        }
 
     def changes(self) -> list[tuple[Slot, _Stamp, _Stamp]]:
         """Return the slots that changed on replica 0 since ``note``, with what they were and are."""
@@ -328,9 +361,22 @@ class _ModuleTensors:
         if self._changed:
             self._stamps = [_stamp(slot) for slot in self.slots]
 
+    def push_belongings(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
+        """Let the other replicas' parameters follow the hooks and attributes of replica 0's."""
+        for dicts, name in self._parameters():
+            now = belongings_of(dicts[0][name])
+            if self._belongings[name] != now:
+                push_belongings([own[name] for own in dicts], self._belongings[name], now, values_for)
+                self._belongings[name] = now
+
+    def _parameters(self) -> list[Slot]:
+        found = self.slots[: self._num_parameters]
+        return [slot for slot in found if not isinstance(slot[0][0].get(slot[1]), (Variable, NoneType))]
+
     def note(self) -> None:
-        """Note what replica 0's tensors are."""
+        """Note what replica 0's tensors are and have."""
         self._stamps = [_stamp(slot) for slot in self.slots]
+        self._belongings = {name: belongings_of(dicts[0][name]) for dicts, name in self._parameters()}
         # Kept so that a gradient which is made outside can't have the id of one that was freed.
         self._grads = [_grad(dicts[0].get(name)) for dicts, name in self.slots]
 
@@ -346,6 +392,10 @@ def _tensors_of(mirror: Mirror) -> _ModuleTensors:
 def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:
     dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
     return [(dicts, name) for name, value in dicts[0].items() if value is not None]
+
+
+def _group_ids(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _unknown(stamp: _Stamp) -> _Stamp:
@@ -405,16 +455,15 @@ def _updated(own: Any, first: Any, device: torch.device) -> Any:
     return own
 
 
-def _copy_hyper_parameters(optimizers: Sequence[Optimizer]) -> None:
-    first = optimizers[0].param_groups
-    for other in optimizers[1:]:
-        for source, target in zip(first, other.param_groups, strict=True):
-            for key, value in source.items():
-                current = target.get(key)
-                if key == "params" or current is value:
-                    continue
-                if isinstance(value, Tensor) or isinstance(current, Tensor):
-                    if not isinstance(current, Tensor) or not torch.equal(value, current.to(value.device)):
-                        target[key] = copy.deepcopy(value)
-                elif current != value:
-                    target[key] = copy.deepcopy(value)
+def _copy_hyper_parameters(source: dict[str, Any], target: dict[str, Any]) -> None:
+    for key in target.keys() - source.keys():
+        del target[key]
+    for key, value in source.items():
+        current = target.get(key)
+        if key == "params" or (current is value and key in target):
+            continue
+        if isinstance(value, Tensor) or isinstance(current, Tensor):
+            if not isinstance(current, Tensor) or not torch.equal(value, current.to(value.device)):
+                target[key] = copy.deepcopy(value)
+        elif key not in target or current != value:
+            target[key] = copy.deepcopy(value)

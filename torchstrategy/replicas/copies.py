@@ -6,24 +6,28 @@ import copy
 import functools
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.hooks import copy_parameter_hooks
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
-from torchstrategy.replicas.snapshots import is_plain
+from torchstrategy.replicas.record import unrecorded
+from torchstrategy.replicas.snapshots import SCALARS, is_plain
 
 __all__ = [
     "Memo",
     "bind_step",
+    "check_are_whole",
     "check_can_be_copied",
     "copy_tensor",
     "copy_together",
@@ -31,6 +35,7 @@ __all__ = [
     "hold_copies",
     "keep_user_data",
     "own_tensors",
+    "tensors_held",
     "with_submodules",
 ]
 
@@ -55,6 +60,14 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
         raise TypeError(
             f"{name} synchronises by itself. Make the plain module in the scope: the strategy sums the gradients."
         )
+    sharded = [key for key, tensor in getattr(obj, "_parameters", {}).items() if is_sharded(tensor)]
+    if sharded:
+        raise TypeError(
+            f"Parameters of {name} are DTensors, such as {sharded[0]!r}: `fully_shard` (FSDP2) or `parallelize_module` "
+            "has divided them between processes. Every replica of a strategy has whole parameters: make the plain "
+            "module in the scope, without `fully_shard`. A model that is too large for one device is trained by FSDP2 "
+            "without a strategy."
+        )
     if isinstance(obj, nn.Module):
         for key, value in [*obj._parameters.items(), *obj._buffers.items()]:
             if value is not None and torch.nn.parameter.is_lazy(value):
@@ -70,6 +83,31 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
                 f"A {name} can't be hosted for several replicas: {error}. Use an object of a plain Python class that "
                 "keeps its data in attributes."
             ) from error
+
+
+def check_are_whole(modules: Sequence[nn.Module]) -> None:
+    """Refuse modules that belong to one which no scope has seen: a copy of a parametrized module, made in the scope.
+
+    The class of a parametrized module is made when it is parametrized, and copies itself without a constructor.
+
+    Raises:
+        TypeError: there is such a module.
+    """
+    children = {id(child) for module in modules for child in module.children()}
+    for module in modules:
+        if not isinstance(module, nn.ModuleDict) or id(module) in children or not len(module):
+            continue
+        if all(isinstance(member, ParametrizationList) for member in module.values()):
+            raise TypeError(
+                f"A copy of a parametrized module (its {', '.join(module.keys())}) was made by copy.deepcopy in the "
+                "same scope in which the module was parametrized, so that it would not be copied for each replica. "
+                "Make the copy in another `with strategy.scope():`, or by its constructor and load_state_dict."
+            )
+
+
+def is_sharded(value: Any) -> bool:
+    """Say whether a tensor is a DTensor, a part of which each process has; its module need not be imported for that."""
+    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.") for base in type(value).__mro__)
 
 
 def with_submodules(objects: Sequence[Any]) -> list[Any]:
@@ -91,20 +129,48 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values(), *attributes) if t is not None]
 
 
+def tensors_held(value: Any, known: Container[int]) -> list[Tensor]:
+    """Return the leaf tensors in an object's attributes and containers, however deep, but not those of modules.
+
+    Results of a forward pass, which can't be copied, are left to the error of the copy.
+
+    Args:
+        value: the object.
+        known: ids of objects that are not looked into.
+    """
+    found: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or id(item) in known or isinstance(item, (*SCALARS, type, types.ModuleType, nn.Module)):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            if item.is_leaf:
+                found[id(item)] = item
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            waiting += item
+        elif isinstance(item, functools.partial):
+            waiting += [item.func, item.args, item.keywords]
+        elif isinstance(item, types.MethodType):
+            waiting.append(item.__self__)
+        elif not isinstance(item, types.FunctionType):
+            waiting += getattr(item, "__dict__", {}).values()
+    return list(found.values())
+
+
 def copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a replica's copy of a tensor, without its gradient; hooks of a parameter serve all its copies."""
+    """Return a replica's copy of a tensor, without its gradient."""
     result = copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
     result.grad = None  # gradients from before the first run count once
     if result.device != device:
         result.data = result.data.to(device)
     if isinstance(tensor, nn.Parameter):
         result.__dict__.update(tensor.__dict__)
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(tensor, name)
-            if hooks is None:
-                hooks = OrderedDict()
-                setattr(tensor, name, hooks)
-            setattr(result, name, hooks)
+        copy_parameter_hooks(tensor, result)
     return result
 
 
@@ -183,7 +249,8 @@ def deep_copy(obj: Any, value: Any, memo: Memo) -> Any:
         TypeError: there can be none.
     """
     try:
-        return copy.deepcopy(value, memo)
+        with unrecorded():
+            return copy.deepcopy(value, memo)
     except Exception as error:
         raise TypeError(
             f"A {type(obj).__name__} can't be copied for each replica: {error}\n"

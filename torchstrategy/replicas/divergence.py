@@ -12,7 +12,7 @@ from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["DivergenceCheck"]
+__all__ = ["DivergenceCheck", "difference", "differences_between_copies"]
 
 #: In parts of a tensor's largest element. Adam turns rounding of tiny gradients into changes that are far larger than
 #: the rounding of the element they change: 6e-7 was seen in half precision, for elements of at most 0.04.
@@ -74,12 +74,33 @@ class DivergenceCheck:
         Raises:
             DivergenceError: they have not; the message names the parameter and by how much it differs.
         """
-        for dicts, name in self._slots:
-            first = dicts[0].get(name)
-            if not isinstance(first, torch.nn.Parameter) or any(_may_differ(own.get(name)) for own in dicts):
-                continue
-            for other, own in enumerate(dicts[1:], 1):
-                _compare(first, own[name], name, self._name(0), self._name(other))
+        found = differences_between_copies(self._slots, self._name)
+        if found:
+            raise DivergenceError(
+                f"After the run, {' '.join(found[0])}. Every replica must apply the same update: use "
+                "`optimizer.step()`, which sums the gradients, and do not change parameters by values that differ "
+                "between replicas."
+            )
+
+
+def differences_between_copies(slots: Sequence[Slot], name_of: Callable[[int], str]) -> list[tuple[str, str]]:
+    """Return which parameters differ between the replicas of this process, and how.
+
+    Args:
+        slots: where the parameters and buffers live.
+        name_of: says which replica a local id is.
+    """
+    found = []
+    for dicts, name in slots:
+        first = dicts[0].get(name)
+        if not isinstance(first, torch.nn.Parameter) or any(_may_differ(own.get(name)) for own in dicts):
+            continue
+        for other, own in enumerate(dicts[1:], 1):
+            text = difference(first, own[name])
+            if text is not None:
+                where = f"differs between {name_of(0)} and {name_of(other)} {text}"
+                found.append((f"parameter {name!r} (shape {tuple(first.shape)})", where))
+    return found
 
 
 def _may_differ(tensor: Any) -> bool:
@@ -97,19 +118,16 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     return (id(tensor), tensor._version, tensor.data_ptr(), id(grad), None if grad is None else grad._version)
 
 
-def _compare(first: Tensor, other: Tensor, name: str, first_name: str, other_name: str) -> None:
+def difference(first: Tensor, other: Tensor) -> str | None:
+    """Say by how much or where two tensors differ; ``None`` if they don't, or by rounding only."""
     a, b = first.detach(), other.detach().to(first.device)
-    if a.shape == b.shape and torch.equal(a, b):
-        return
-    tolerance = _ABSOLUTE_TOLERANCE
-    if a.numel():
-        tolerance += _RELATIVE_TOLERANCE * float(a.abs().nan_to_num(posinf=0.0).max())
-    if a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True):
-        return
-    difference = float((a - b).abs().max()) if a.shape == b.shape else float("inf")
-    raise DivergenceError(
-        f"After the run, parameter {name!r} (shape {tuple(a.shape)}) differs between {first_name} and {other_name} by "
-        f"up to {difference:.3g}. Every replica must apply the same update: use `optimizer.step()`, which sums the "
-        "gradients, and do not change parameters by values that differ between replicas. What is written outside `run` "
-        "through `parameter.data` is not seen: write to the parameter itself, inside `with torch.no_grad():`."
-    )
+    if a.shape != b.shape:
+        return f"in shape, {tuple(a.shape)} and {tuple(b.shape)}"
+    if torch.equal(a, b):
+        return None
+    if not (a.is_floating_point() or a.is_complex()):
+        return f"at {int((a != b).sum())} of {a.numel()} places"
+    tolerance = _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * float(a.abs().nan_to_num(posinf=0.0).max())
+    if torch.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True):
+        return None
+    return f"by up to {float((a - b).abs().nan_to_num(nan=float('inf')).max()):.3g}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.devices import Placement
 from torchstrategy.labels import label
-from torchstrategy.replicas.adapters import OutsideCall, first_run_modes, outside_methods, prepare_body
+from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
 from torchstrategy.replicas.caller_modes import on_device
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.copies import check_can_be_copied
@@ -24,7 +25,7 @@ from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
 
-__all__ = ["DirectHosting", "Hosting", "take_initial_values", "take_new"]
+__all__ = ["DirectHosting", "Hosting", "one_thread", "take_initial_values", "take_new"]
 
 
 class Visits(Protocol):
@@ -92,13 +93,18 @@ class DirectHosting(Hosting):
         self._replica = placement.first_replica
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
-        self._modes = contextlib.nullcontext if workers is None else first_run_modes
+        self._lock = threading.RLock()
         self.visits = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        if self._workers is None:
+            return self._run(frames, fn, calls)
+        with one_thread(self._lock):
+            return self._run(frames, fn, calls)
+
+    def _run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         (frame,), ((args, kwargs),) = frames, calls
-        modes, self._modes = self._modes, contextlib.nullcontext
         if self._streams is not None:
             self._streams.seed_accelerators()
             self._streams.begin()
@@ -107,7 +113,7 @@ class DirectHosting(Hosting):
             self.visits.arrive()
         push_frame(frame)
         try:
-            with on_device(self._device), modes(), label("replica", self._replica):
+            with on_device(self._device), label("replica", self._replica):
                 return [fn(*args, **kwargs)]
         finally:
             pop_frame(frame)
@@ -136,17 +142,17 @@ class DirectHosting(Hosting):
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
+        if self._workers is not None:
+            for obj in _without_tensors(self._record.peek_new()):
+                check_can_be_copied(obj)
         new = take_new(self._record, self._workers)
         self._slots = None
-        for obj in new:
-            if not isinstance(obj, (nn.Module, torch.Tensor)):
+        for obj in _without_tensors(new):
+            if not isinstance(obj, nn.Module):
                 self._prepare(obj)
         if self._workers is None:
             return
-        for obj in new:
-            if isinstance(obj, torch.Tensor):
-                continue
-            check_can_be_copied(obj)
+        for obj in _without_tensors(new):
             prepare_body(obj, 0)
             self._set_outside_methods(obj)
         if self._streams is not None:
@@ -193,11 +199,30 @@ class DirectHosting(Hosting):
         return found
 
 
+@contextlib.contextmanager
+def one_thread(lock: threading.RLock) -> Iterator[None]:
+    """Refuse a second thread, whose replicas would meet those of the first.
+
+    Raises:
+        RuntimeError: another thread holds the lock.
+    """
+    if not lock.acquire(blocking=False):
+        raise RuntimeError("Another thread is inside `run` of this strategy. Call `run` from one thread at a time.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def take_new(record: Record, workers: WorkerGroup | None) -> list[Any]:
     """Return what scopes have recorded; what the program has dropped must be gone on every process alike."""
     if workers is not None and any(isinstance(obj, nn.Module) or _is_new(obj) for obj in record.peek_new()):
         gc.collect()  # not for variables that replica functions make, perhaps in every step
     return record.take_new()
+
+
+def _without_tensors(objects: Sequence[Any]) -> list[Any]:
+    return [obj for obj in objects if not isinstance(obj, torch.Tensor)]
 
 
 def _is_new(obj: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchstrategy import tree
 from torchstrategy.devices import tensor_device
 from torchstrategy.replicas.adapters import is_a
+from torchstrategy.replicas.record import unrecorded
 
 __all__ = [
     "MetricState",
@@ -184,7 +185,8 @@ def _copy_sharing_tensors(body: Any) -> Any:
         held = (metric._computed, metric._forward_cache, *_read_state(metric).values.values())
         tensors = [*metric.parameters(), *metric.buffers(), *tree.all_leaves(list(held))]
         shared.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
-    return copy.deepcopy(body, shared)
+    with unrecorded():
+        return copy.deepcopy(body, shared)
 
 
 def _operation(body: Any) -> str:

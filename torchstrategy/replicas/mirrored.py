@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from torchstrategy.replicas.adapters import HandleOfAll, OutsideMethod, outside_methods, replicas_of
+from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
+from torchstrategy.replicas.hooks import Hooks
 from torchstrategy.replicas.snapshots import SCALARS, differ, snapshot
 
 __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
 
 _MIRROR = "_ts_mirror"
+_IS_FACADE = "_ts_is_facade"
 _facade_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 #: Methods of a module that must act on every replica's object; the others work through attribute writes. A class whose
@@ -64,8 +65,7 @@ class Mirror:
         self.is_stale = False
         #: What replica 0's attributes held when they were first read from outside since the last run.
         self._seen: dict[str, Any] = {}
-        #: For each dictionary of hooks that was not empty at first: replica 0's and the others'.
-        self._hooks = _hook_dictionaries(copies)
+        self.hooks = Hooks(copies)
 
     def note_access(self, name: str) -> None:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
@@ -79,11 +79,8 @@ class Mirror:
                 self.note_access(name)
 
     def push_changes(self) -> None:
-        """Give the other replicas what was changed in replica 0's attributes from outside."""
-        for first, others in self._hooks:
-            for other in others:
-                for key in other.keys() - first.keys():
-                    del other[key]
+        """Give the other replicas what was changed in replica 0's attributes and hooks from outside."""
+        self.hooks.push(self.replicas.values_for)
         if not self._seen:
             return
         state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
@@ -141,8 +138,6 @@ class Mirror:
         """Call a method of every replica's object and return replica 0's result."""
         calls = self.replicas.values_for((args, kwargs))
         results = [getattr(body, name)(*a, **k) for body, (a, k) in zip(self.bodies, calls, strict=True)]
-        if all(isinstance(result, RemovableHandle) for result in results):
-            return HandleOfAll(results)
         return results[0]
 
 
@@ -183,7 +178,7 @@ class _Members(UserDict[str, Any]):
 
 
 class _Facade:
-    """Mixed in before the plain class."""
+    """Mixed in before the plain class, or its methods are put into a subclass of that."""
 
     def __init_subclass__(cls) -> None:
         """Keep facade classes out of the registries that user classes may keep."""
@@ -243,6 +238,11 @@ class _Facade:
         return resolve(self).__reduce_ex__(protocol)
 
 
+_FACADE_METHODS = {
+    name: method for name, method in vars(_Facade).items() if callable(method) and name != "__init_subclass__"
+}
+
+
 def _refuse_to_be_compiled() -> None:
     raise RuntimeError(
         "torch.compile met an object that has one copy for each replica. Compile the model itself, inside the scope: "
@@ -256,7 +256,7 @@ _refuse_to_be_compiled._dynamo_marked_constant = True  # type: ignore[attr-defin
 
 def mirror_of(obj: Any) -> Mirror | None:
     """Return the mirror of a facade, or ``None`` for a plain object."""
-    return object.__getattribute__(obj, _MIRROR) if issubclass(type(obj), _Facade) else None
+    return object.__getattribute__(obj, _MIRROR) if _IS_FACADE in type(obj).__dict__ else None
 
 
 def bodies(obj: Any) -> tuple[Any, ...]:
@@ -293,14 +293,14 @@ def check_can_swap(obj: Any) -> None:
     if slots:
         raise TypeError(f"the class has __slots__ ({', '.join(slots)})")
     object.__new__(cls)  # refuses subclasses of list, dict and the like
-    object.__setattr__(obj, "__class__", _facade_class(cls))
-    object.__setattr__(obj, "__class__", cls)
+    _become(obj, _facade_class(cls))
+    _become(obj, cls)
 
 
 def swap_class(obj: Any, mirror: Mirror) -> None:
     """Make an object that passed ``check_can_swap`` a facade."""
     object.__setattr__(obj, "__dict__", {_MIRROR: mirror})
-    object.__setattr__(obj, "__class__", _facade_class(mirror.cls))
+    _become(obj, _facade_class(mirror.cls))
 
 
 def _slots_of(cls: type) -> tuple[str, ...]:
@@ -308,15 +308,35 @@ def _slots_of(cls: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+def _become(obj: Any, cls: type) -> None:
+    object.__setattr__(obj, "__class__", cls)
+
+
 def _facade_class(cls: type) -> type:
     facade = _facade_classes.get(cls)
     if facade is None:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        names: dict[str, Any] = {
+            _IS_FACADE: True,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        }
         if not hasattr(cls, "__call__"):  # noqa: B004 - asks the class, not whether an instance is callable
             names["__call__"] = None
-        facade = type(cls.__name__, (_Facade, cls), names)
-        _facade_classes[cls] = facade
+        bases: tuple[type, ...] = (_Facade, cls)
+        if _root(cls).__base__ is not object:
+            # Such as ABC or Generic, which come before the class that gives the object its attributes: in memory these
+            # lie where Python finds them in subclasses only.
+            names, bases = {**_FACADE_METHODS, **names}, (cls,)
+        facade = _facade_classes[cls] = type(cls.__name__, bases, names)
     return facade
+
+
+def _root(cls: type) -> type:
+    """Return the base of a class that first gives its objects attributes."""
+    while cls.__base__ is not None and cls.__base__.__dictoffset__:
+        cls = cls.__base__
+    return cls
 
 
 def _change_class(obj: Any, mirror: Mirror, cls: type) -> None:
@@ -324,7 +344,7 @@ def _change_class(obj: Any, mirror: Mirror, cls: type) -> None:
     for body in mirror.bodies:
         body.__class__ = cls
     mirror.cls = cls
-    object.__setattr__(obj, "__class__", _facade_class(cls))
+    _become(obj, _facade_class(cls))
 
 
 def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
@@ -339,8 +359,10 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
         if name not in _MODULE_INTERNALS and type(value) not in SCALARS:
             mirror.note_access(name)
         return user_variable(value)
-    if _acts_on_all(mirror.cls, name):
+    if name in _MODULE_ON_ALL and _MODULE_ON_ALL[name] in (None, getattr(mirror.cls, name)):
         return functools.partial(mirror.call_all, name)
+    if _registers_hook(name):
+        return getattr(mirror.bodies[0], name)  # the others follow when a run starts
     if not hasattr(mirror.cls, name):
         for members in mirror.members.values():
             if name in members:
@@ -348,9 +370,7 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
     return object.__getattribute__(module, name)
 
 
-def _acts_on_all(cls: type, name: str) -> bool:
-    if name in _MODULE_ON_ALL:
-        return _MODULE_ON_ALL[name] in (None, getattr(cls, name))
+def _registers_hook(name: str) -> bool:
     return "register" in name and name.endswith("hook")
 
 
@@ -365,7 +385,7 @@ def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
         if type(state[name]) not in SCALARS:
             mirror.note_access(name)
         return user_variable(state[name])
-    if name in _READS and on_class:
+    if on_class and (name in _READS or _registers_hook(name)):
         return getattr(first, name)
     value = object.__getattribute__(obj, name)
     # Schedulers take `optimizer.step.__func__`; called outside, the step hook refuses it.
@@ -386,12 +406,3 @@ def _refresh_child(mirror: Mirror, name: str, value: Any) -> None:
         children.pop(name, None)
     if value is None or isinstance(value, (Tensor, nn.Module)):
         mirror.is_stale = True
-
-
-def _hook_dictionaries(copies: tuple[Any, ...]) -> list[tuple[dict[int, Any], list[dict[int, Any]]]]:
-    """Return the hooks from before the first run, whose handles know of replica 0's dictionaries only."""
-    return [
-        (value, [body.__dict__[name] for body in copies[1:]])
-        for name, value in copies[0].__dict__.items()
-        if isinstance(value, dict) and value and "hook" in name
-    ]

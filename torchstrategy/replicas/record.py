@@ -1,13 +1,15 @@
 """What a scope records: modules, optimizers, schedulers, gradient scalers and what the user names.
 
-While a scope is open, the constructors of these classes note the new object. Nothing else is patched, and the
-originals return when the last scope closes. Only those of optimizers, schedulers and gradient scalers stay patched once
-there is a strategy with several replicas: an optimizer or scheduler that is made outside the scope, for parameters that
-were made inside, is taken up at the next run, because the replicas would share a plain one and count steps twice.
+While a scope is open, the constructors of these classes note the new object, and so do the methods by which ``copy``
+and ``pickle`` make one. Nothing else is patched, and the originals return when the last scope closes. Only the
+constructors of optimizers, schedulers and gradient scalers stay patched once there is a strategy with several replicas:
+an optimizer or scheduler that is made outside the scope, for parameters that were made inside, is taken up at the next
+run, because the replicas would share a plain one and count steps twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -19,7 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy.context import current_frame
 
-__all__ = ["Record", "find_owner", "owner", "recorded_classes", "start_recording", "stop_recording", "watch"]
+__all__ = [
+    "Record",
+    "find_owner",
+    "owner",
+    "recorded_classes",
+    "start_recording",
+    "stop_recording",
+    "unrecorded",
+    "watch",
+]
 
 _WATCHED: tuple[type, ...] = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _RECORDED: tuple[type, ...] = (torch.nn.Module, *_WATCHED)
@@ -28,11 +39,20 @@ _owners: dict[int, tuple[weakref.ref[Any], Any]] = {}
 _lock = threading.RLock()
 _active = 0
 _watching: Callable[[Any], None] | None = None
-_originals: dict[type, Callable[..., None]] = {}
+#: What stood in a class's dictionary before a method was replaced; ``None`` if nothing did.
+_originals: dict[tuple[type, str], Any] = {}
 #: Optimizers and schedulers that were made outside every scope and belong to no strategy yet.
 _unclaimed: dict[int, weakref.ref[Any]] = {}
 _records: weakref.WeakSet[Record] = weakref.WeakSet()
 _num_made_outside = 0
+
+
+class _Quiet(threading.local):
+    value = False
+
+
+#: Whether this thread makes objects of the library's own.
+_quiet = _Quiet()
 
 
 def recorded_classes() -> tuple[type, ...]:
@@ -66,7 +86,8 @@ class Record:
         self._objects: list[weakref.ref[Any]] = []
         self._new: list[weakref.ref[Any]] = []
         self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._num_added = 0
+        #: How many objects were added so far.
+        self.num_added = 0
         self._claimed_at = (0, 0)
         if strategy.num_replicas_in_sync > 1:
             _records.add(self)
@@ -78,7 +99,7 @@ class Record:
         reference = self.own(obj)
         self._objects.append(reference)
         self._new.append(reference)
-        self._num_added += 1
+        self.num_added += 1
         _unclaimed.pop(id(obj), None)
         if isinstance(obj, torch.Tensor):
             self._tensors.append(reference)
@@ -88,7 +109,7 @@ class Record:
 
         That is an optimizer of parameters that the strategy has recorded, and a scheduler of such an optimizer.
         """
-        state = (_num_made_outside, self._num_added)
+        state = (_num_made_outside, self.num_added)
         if not _unclaimed or state == self._claimed_at:
             return
         parameters = {id(p) for obj in self if isinstance(obj, torch.nn.Module) for p in obj.parameters()}
@@ -97,7 +118,7 @@ class Record:
             obj = reference()
             if obj is not None and self._is_meant_by(obj, parameters):
                 self.add(obj)
-        self._claimed_at = (_num_made_outside, self._num_added)
+        self._claimed_at = (_num_made_outside, self.num_added)
 
     def _is_meant_by(self, obj: Any, parameters: set[int]) -> bool:
         if isinstance(obj, torch.optim.Optimizer):
@@ -150,11 +171,17 @@ class Record:
 
 
 def start_recording() -> None:
-    """Patch the constructors, unless an open scope has done so."""
+    """Patch the classes, unless an open scope has done so."""
     global _active
     with _lock:
         _active += 1
-        _patch(_RECORDED)
+        _patch_constructors(_RECORDED)
+        for cls in _RECORDED:
+            _patch(cls, "__setstate__", _recording_state(getattr(cls, "__setstate__", _set_state)))
+            for subclass in _subclasses(cls):
+                for name, wrap in _COPYING.items():
+                    if name in vars(subclass):
+                        _patch(subclass, name, wrap(vars(subclass)[name]))
 
 
 def stop_recording() -> None:
@@ -163,10 +190,23 @@ def stop_recording() -> None:
     with _lock:
         _active -= 1
         if _active == 0:
-            for cls, original in list(_originals.items()):
-                if _watching is None or not issubclass(cls, _WATCHED):
-                    cls.__init__ = original  # type: ignore[misc]
-                    del _originals[cls]
+            for (cls, name), original in list(_originals.items()):
+                if _watching is None or name != "__init__" or not issubclass(cls, _WATCHED):
+                    if original is None:
+                        delattr(cls, name)
+                    else:
+                        setattr(cls, name, original)
+                    del _originals[cls, name]
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Make copies that are the library's own, although a scope may be open."""
+    before, _quiet.value = _quiet.value, True
+    try:
+        yield
+    finally:
+        _quiet.value = before
 
 
 def watch(prepare_scaler: Callable[[Any], None]) -> None:
@@ -178,21 +218,26 @@ def watch(prepare_scaler: Callable[[Any], None]) -> None:
     global _watching
     with _lock:
         _watching = prepare_scaler
-        _patch(_WATCHED)
+        _patch_constructors(_WATCHED)
 
 
-def _patch(classes: tuple[type, ...]) -> None:
-    for cls in (*classes, *_subclasses(LRScheduler)):
-        if cls not in _originals:
-            _originals[cls] = cls.__init__  # type: ignore[misc]
-            cls.__init__ = _recording(cls.__init__)  # type: ignore[misc]
+def _patch_constructors(classes: tuple[type, ...]) -> None:
+    for cls in classes:
+        _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
+    for cls in _subclasses(LRScheduler):
+        if "__init__" in vars(cls):  # some schedulers do not call their base class's
+            _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
+
+
+def _patch(cls: type, name: str, replacement: Callable[..., Any]) -> None:
+    if (cls, name) not in _originals:
+        _originals[cls, name] = vars(cls).get(name)
+        setattr(cls, name, replacement)
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type]:
-    """Yield the subclasses with a constructor of their own: some schedulers do not call their base class's."""
     for subclass in cls.__subclasses__():
-        if "__init__" in vars(subclass):
-            yield subclass
+        yield subclass
         yield from _subclasses(subclass)
 
 
@@ -200,14 +245,54 @@ def _recording(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        frame = current_frame()
-        # Objects made by the replica function are the replica's own.
-        if frame is None:
-            _note_made_outside(self)
-        elif frame.replica_context is None:
-            frame.strategy.record.add(self)
+        _note(self)
 
     return init
+
+
+def _recording_state(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``__setstate__`` that notes the object: copies and unpickled objects have no other constructor."""
+
+    @functools.wraps(original)
+    def set_state(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if current_frame() is not None:
+            _note(self)
+
+    return set_state
+
+
+def _recording_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``__copy__`` or ``__deepcopy__`` that notes its result."""
+
+    @functools.wraps(original)
+    def copied(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if current_frame() is not None and isinstance(result, _RECORDED):
+            _note(result)
+        return result
+
+    return copied
+
+
+#: How classes of the program's make copies, where they see to that themselves.
+_COPYING = {"__setstate__": _recording_state, "__copy__": _recording_copy, "__deepcopy__": _recording_copy}
+
+
+def _set_state(obj: Any, state: dict[str, Any]) -> None:
+    """Do what ``copy`` and ``pickle`` do with an object of a class without ``__setstate__``."""
+    obj.__dict__.update(state)
+
+
+def _note(obj: Any) -> None:
+    if _quiet.value:
+        return
+    frame = current_frame()
+    # Objects made by the replica function are the replica's own.
+    if frame is None:
+        _note_made_outside(obj)
+    elif frame.replica_context is None:
+        frame.strategy.record.add(obj)
 
 
 def _note_made_outside(obj: Any) -> None:

@@ -3,12 +3,17 @@
 Replica 0 runs on the caller's thread. When it reaches a merge point, the others run up to theirs, each on a persistent
 thread of its own, and the merge function is called; waking a thread on another core costs some 40 µs, so replicas that
 never meet all run on the caller's thread. With ``concurrent`` the others' threads run at the same time as replica 0.
+
+A replica that raises ends the run, but not before the others have come as far: to their next merge point or to their
+end, as they would in processes of their own. So all of them have made a step, or none has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -133,7 +138,11 @@ class Runner:
         self._others: Sequence[_ReplicaThread] = ()  # those that a merge point of this run has started
         self._failure: BaseException | None = None
         self._abandoned = False
+        #: How many replicas have had a turn on the caller's thread, and whether the last of them has raised.
+        self._num_begun = 0
+        self._has_raised = False
         self._threads: list[_ReplicaThread] = []
+        self._process = os.getpid()
         weakref.finalize(self, _end, self._threads).atexit = False
         #: The replica whose turn it is; autograd threads of accelerators have no context of their own.
         self.current: int | None = None
@@ -152,6 +161,7 @@ class Runner:
             RuntimeError: the replicas reached different numbers or kinds of merge points.
         """
         self._tasks, self._name, self._others, self._failure, self._abandoned = tasks, name, (), None, False
+        self._num_begun, self._has_raised = 0, False
         try:
             if self._concurrent:
                 self._start()
@@ -164,8 +174,12 @@ class Runner:
             if any(waiting):
                 raise self._mismatch([None, *waiting])
             return results + _take_results(self._others)
-        except BaseException:
-            self._abort(self._others)
+        except BaseException as error:
+            try:
+                if self._has_raised and isinstance(error, Exception) and not self._concurrent:
+                    self._let_others_follow()
+            finally:
+                self._abort(self._others)
             raise
         finally:
             self._tasks, self._others, self._failure = (), (), None
@@ -186,6 +200,7 @@ class Runner:
     def _turn_here(self, local_id: int) -> Any:
         """Run a replica on this thread to its end."""
         failed = True
+        self._num_begun += 1
         self._turns.starts(local_id)
         self.current = None if self._concurrent else local_id
         try:
@@ -197,11 +212,21 @@ class Runner:
                 raise
             raise self._failure from None
         except BaseException as error:
+            self._has_raised = True
             _note(error, self._name(local_id))
             raise
         finally:
             self.current = None
             self._turns.ends(local_id, failed=failed)
+
+    def _let_others_follow(self) -> None:
+        """Let the others come to where a replica on this thread has raised; their own errors don't count."""
+        for thread in self._others:
+            if not thread.done:
+                self._give_turn(thread)
+        for local_id in range(self._num_begun, 0 if self._others else self._num_replicas):
+            with contextlib.suppress(Exception):
+                self._turn_here(local_id)
 
     def _merge_here(self, local_id: int, request: MergeRequest) -> Any:
         """Wait until the others are at their merge points, and merge; an error unwinds this replica first."""
@@ -230,7 +255,10 @@ class Runner:
 
     def _start(self) -> None:
         """Give the other replicas' tasks to their threads."""
+        if self._process != os.getpid():  # a fork, in which there is no thread but the one that made it
+            self._threads.clear()
         if not self._threads:
+            self._process = os.getpid()
             self._threads += [_ReplicaThread(i) for i in range(1, self._num_replicas)]
         for thread in self._threads:
             thread.task = functools.partial(contextvars.copy_context().run, self._tasks[thread.local_id])
@@ -253,8 +281,6 @@ class Runner:
                 self._wait(thread)
             else:
                 self._give_turn(thread)
-                if thread.error is not None:
-                    break  # as tf: the replicas after a failed one are not started
         for thread in self._others:
             if thread.error is not None:
                 error, thread.error = thread.error, None

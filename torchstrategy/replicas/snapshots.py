@@ -1,10 +1,13 @@
-"""Tell whether a value was changed in place: plain data, tensors, random generators and simple objects can be told."""
+"""Tell whether a value was changed in place: data, tensors, arrays, generators, and containers and objects of these."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,23 +15,41 @@ __all__ = ["SCALARS", "differ", "is_plain", "snapshot"]
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, set, frozenset, deque)
+#: Of a structure with more members only those seen first are compared.
+_MAX_MEMBERS = 1000
 
 
 def snapshot(value: Any) -> Any:
-    """Return what tells whether a value was changed in place; ``None`` for what can't be told."""
+    """Return something that equals a later snapshot of the same value if and only if nothing in it was changed.
+
+    Which modules a structure holds is compared, but not what is in them: they see to that themselves.
+    """
+    if is_plain(value):  # faster than the general case
+        return _copy_plain(value)
+    return _snapshot(value, {})
+
+
+def _snapshot(value: Any, seen: dict[int, Any]) -> Any:
+    if type(value) in SCALARS:
+        return value
     if isinstance(value, Tensor):
         return (id(value), None if value.is_inference() else value._version) if value.is_leaf else None
-    if is_plain(value):
-        return _copy_plain(value)
     if isinstance(value, torch.Generator):
-        return value.get_state()
-    state = getattr(value, "__dict__", None)
-    if type(state) is dict and not isinstance(value, (type, nn.Module)) and is_plain(state):
-        return id(value), _copy_plain(state)
-    if isinstance(value, dict):  # an optimizer's state: tensors by parameter
-        return [(id(key), [(name, snapshot(item)) for name, item in entry.items()])
-                for key, entry in value.items() if isinstance(entry, dict)]  # fmt: skip
-    return None
+        return hashlib.blake2b(value.get_state().numpy().tobytes()).digest()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.shape, str(value.dtype), hashlib.blake2b(value.tobytes()).digest()
+    if id(value) in seen or len(seen) > _MAX_MEMBERS or isinstance(value, (type, nn.Module)):
+        return id(value)
+    seen[id(value)] = value
+    if isinstance(value, Mapping):
+        return [(_key(key), _snapshot(item, seen)) for key, item in value.items()]
+    if isinstance(value, _CONTAINERS):
+        return [_snapshot(item, seen) for item in value]
+    return id(value), [(name, _snapshot(item, seen)) for name, item in getattr(value, "__dict__", {}).items()]
+
+
+def _key(key: Any) -> Any:
+    return key if type(key) in SCALARS else id(key)
 
 
 def _copy_plain(value: Any) -> Any:
@@ -42,8 +63,6 @@ def _copy_plain(value: Any) -> Any:
 
 def differ(before: Any, now: Any) -> bool:
     """Say whether two snapshots of a value differ."""
-    if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return not torch.equal(before, now)
     return bool(before != now)
 
 

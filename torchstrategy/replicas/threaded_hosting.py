@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +14,14 @@ from typing_extensions import override
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.context import Frame, pop_frame, push_frame
 from torchstrategy.devices import Placement
+from torchstrategy.errors import DivergenceError
 from torchstrategy.host_memory import keep_freed_memory
 from torchstrategy.labels import label
-from torchstrategy.replicas.adapters import first_run_modes
 from torchstrategy.replicas.caller_modes import CallerModes, on_device, refuse_modes
 from torchstrategy.replicas.clone import ReplicaSet, Slot
-from torchstrategy.replicas.divergence import DivergenceCheck
-from torchstrategy.replicas.hosting import Hosting, take_initial_values, take_new
+from torchstrategy.replicas.divergence import DivergenceCheck, differences_between_copies
+from torchstrategy.replicas.edits import OutsideEdits
+from torchstrategy.replicas.hosting import Hosting, one_thread, take_initial_values, take_new
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner, Turns
@@ -67,27 +68,24 @@ class ThreadedHosting(Hosting):
         if concurrent and sum(device.type == "cpu" for device in placement.devices) > 1:
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._name)
+        self._edits = OutsideEdits(self._set.slots, self._name)
+        #: The error of the last run, if it failed: the replicas may not have come equally far.
+        self._failed: BaseException | None = None
         self._runners: list[Runner] = []
         self._depth = 0
-        self._modes: Callable[[], contextlib.AbstractContextManager[None]] = first_run_modes
         self._lock = threading.RLock()
         self.visits = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("Another thread is inside `run` of this strategy. Call `run` from one thread at a time.")
-        try:
+        with one_thread(self._lock):
             refuse_modes()
             carry = CallerModes()
-            modes, self._modes = self._modes, contextlib.nullcontext
             tasks = [
-                functools.partial(self._call, local_id, frame, carry, modes, fn, args, kwargs)
+                functools.partial(self._call, local_id, frame, carry, fn, args, kwargs)
                 for local_id, (frame, (args, kwargs)) in enumerate(zip(frames, calls, strict=True))
             ]
             return self._run_tasks(tasks)
-        finally:
-            self._lock.release()
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
@@ -145,15 +143,24 @@ class ThreadedHosting(Hosting):
             self._runners.append(Runner(len(tasks), turns, self._call_merge, concurrent=self._concurrent))
         runner = self._runners[self._depth]
         num_threads = self._cores.num_threads = torch.get_num_threads()
+        if outermost and self.visits is None:  # which sees to it that all replicas have what is written outside
+            self._edits.before_run()
         self._before_functions()
         if outermost:
+            self._compare_after_failure()
             self._check.begin(self._set.slots)
         self._begin_streams(outermost=outermost)
         self._depth += 1
+        start = time.perf_counter()
         try:
             results = runner.run(tasks, self._name)
-            if outermost and self._check.active:
-                self._check.end()
+            if outermost:
+                self._end_outermost(time.perf_counter() - start)
+        except BaseException as error:
+            if outermost:
+                self._failed = error
+                self._edits.forget()
+            raise
         finally:
             self._depth -= 1
             self._after_functions()
@@ -164,6 +171,31 @@ class ThreadedHosting(Hosting):
             if outermost:
                 self._check.forget()
         return results
+
+    def _end_outermost(self, seconds: float) -> None:
+        """Compare the replicas after a run that took so many seconds."""
+        if self._check.active:
+            self._check.end()
+        if self.visits is None:
+            self._edits.after_run(seconds)
+
+    def _compare_after_failure(self) -> None:
+        """Look whether a run that failed has left the replicas with different parameters.
+
+        Raises:
+            DivergenceError: it has, and the program has not restored them since.
+        """
+        if self._failed is None:
+            return
+        found = [f"{name} {text}" for name, text in differences_between_copies(self._set.slots(), self._name)]
+        if found:
+            raise DivergenceError(
+                f"The previous run failed ({type(self._failed).__name__}: {self._failed}) when some replicas had come "
+                f"further than others: {found[0]} ({len(found)} differ). Restore the model and the optimizer, by a "
+                "checkpoint or `load_state_dict`, before the next run; or let the function raise on all replicas at "
+                "the same point."
+            ) from self._failed
+        self._failed = None
 
     def _begin_streams(self, *, outermost: bool) -> None:
         """Take the random streams from the program, or from the merge function that calls ``run``."""
@@ -220,7 +252,6 @@ class ThreadedHosting(Hosting):
         local_id: int,
         frame: Frame,
         carry: CallerModes,
-        modes: Callable[[], contextlib.AbstractContextManager[None]],
         fn: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -234,7 +265,6 @@ class ThreadedHosting(Hosting):
                 carry.entered(),
                 on_device(self._placement.devices[local_id]),
                 self._streams.on_this_thread(local_id),
-                modes(),
                 label("replica", frame.replica_context._replica_id),
             ):
                 return fn(*args, **kwargs)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.replica_context import ReplicaContext
-from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.runner import MergeRequest
 
 if TYPE_CHECKING:
@@ -43,13 +42,8 @@ class SpmdReplicaContext(ReplicaContext):
         return self._replica_id if self.num_replicas_in_sync == 1 else self._hosting.replica_id()
 
     @override
-    def sum_gradients(self, optimizer: Optimizer) -> None:
-        self._check_active("sum_gradients")
-        plain = resolve(optimizer)
-        if self.num_replicas_in_sync == 1:
-            return
-        self._check_optimizer(plain)
-        self._hosting.gradients.sum_for(self, plain)
+    def _sum(self, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False) -> None:
+        self._hosting.gradients.sum_for(self, optimizer, is_fresh=is_fresh, uses_applied=uses_applied)
 
     @override
     def merge_call(

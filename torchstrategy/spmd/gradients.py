@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.gradients.summer import optimizer_parameters
+from torchstrategy.gradients.ledger import State
+from torchstrategy.gradients.summer import doubt, optimizer_parameters
 from torchstrategy.log import info_once
-from torchstrategy.replicas.marks import check_can_be_summed, is_marked, mark
 from torchstrategy.replicas.runner import MergeRequest
 
 if TYPE_CHECKING:
@@ -42,23 +42,28 @@ class SpmdGradients:
     def __init__(self, hosting: SpmdHosting) -> None:
         self._hosting = hosting
 
-    def sum_for(self, context: SpmdReplicaContext, optimizer: Optimizer) -> None:
+    def sum_for(self, context: SpmdReplicaContext, optimizer: Optimizer, *, is_fresh: bool, uses_applied: bool) -> None:
         """Replace a group's gradients by their sum over replicas; every group calls it.
 
         Raises:
             RuntimeError: a gradient can't be summed, or some groups have summed one that others have not.
         """
         parameters = optimizer_parameters(optimizer)
+        ledger = context.strategy.ledger
+        states = [State.LOCAL] * len(parameters)
+        if not is_fresh:
+            states = ledger.states(parameters, context, uses_applied=uses_applied)
         gradients = []
-        for k, parameter in enumerate(parameters):
-            check_can_be_summed(k, parameter)
+        for k, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
+            if state is State.DOUBTFUL:
+                raise RuntimeError(doubt(k, parameter))
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise RuntimeError(
                     f"The gradient of parameter {k} (shape {tuple(parameter.shape)}) is sparse, which XLA does not "
                     "support. Use Embedding(sparse=False)."
                 )
-            gradients.append(None if parameter.grad is None or is_marked(parameter) else parameter.grad)
-        marked = [is_marked(parameter) for parameter in parameters]
+            gradients.append(parameter.grad if state is State.LOCAL else None)
+        marked = [state is not State.LOCAL for state in states]  # an edited one can't be looked at, but was summed
         buffers = self._hosting.state.buffers_to_average(all_of_them=self._hosting.num_groups > 1)
         values = {key: buffer.detach() for key, buffer in buffers.items()}
         own = _Part(gradients, values, self._hosting.local_of(buffers))
@@ -67,7 +72,7 @@ class SpmdGradients:
             for parameter, total in zip(parameters, totals, strict=True):
                 if total is not None:
                     parameter.grad = total.clone() if self._hosting.num_groups > 1 else total
-                    mark(parameter)
+            ledger.note_sum([p for p, total in zip(parameters, totals, strict=True) if total is not None], context)
             for key, mean in means.items():
                 self._hosting.write_shared(buffers[key], mean)
 

@@ -16,7 +16,6 @@ from torch.utils._device import DeviceContext
 from torchstrategy.context import current_replica_context
 from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.options import ReduceOp
-from torchstrategy.replicas.marks import mark_applied, unmark
 from torchstrategy.spmd.context import SpmdReplicaContext
 
 __all__ = ["prepare_step"]
@@ -113,17 +112,14 @@ def _on_default_device(closure: Callable[[], Any], context: Any) -> Callable[[],
 
 def _follow(context: SpmdReplicaContext, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
     """Do what a step does between replicas, without the step."""
-    context.sum_gradients(optimizer)
+    context._sum(optimizer, uses_applied=callable(closure))
     loss = None
     if callable(closure):
-        for parameter in optimizer_parameters(optimizer):
-            unmark(parameter)
         with torch.enable_grad():
             loss = closure()
         context.sum_gradients(optimizer)
         loss = context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
-    for parameter in optimizer_parameters(optimizer):
-        mark_applied(parameter)
+    context.strategy.ledger.note_step(optimizer_parameters(optimizer))
     return loss
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchstrategy.gradients.ledger import GradientLedger, Note, State
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.marks import copy_mark, is_sum
 from torchstrategy.replicas.record import Record
 from torchstrategy.spmd.metrics import SpmdMetrics
 from torchstrategy.spmd.trace import Trace
@@ -31,18 +31,28 @@ class _Value(NamedTuple):
     is_local: bool
 
 
+class _Gradient(NamedTuple):
+    """A parameter, its gradient when a turn ended, and what was known of that."""
+
+    parameter: Tensor
+    gradient: Tensor | None
+    note: Note | None
+
+
 class _Snapshot:
     """What one group has made of the recorded objects.
 
     Args:
         record: what the strategy's scopes recorded.
         trace: the call of ``run``.
+        ledger: what the gradients are.
     """
 
-    def __init__(self, record: Record, trace: Trace) -> None:
+    def __init__(self, record: Record, trace: Trace, ledger: GradientLedger) -> None:
         self._trace = trace
+        self._ledger = ledger
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.gradients: dict[int, _Gradient] = {}
         self.values: dict[_Place, _Value] = {}
         for obj in record:
             if isinstance(obj, Tensor):
@@ -62,7 +72,7 @@ class _Snapshot:
     def _take(self, place: _Place, tensor: Tensor) -> None:
         needs_grad = isinstance(tensor, nn.Parameter) or tensor.requires_grad
         if needs_grad:
-            self.gradients[id(tensor)] = (tensor, tensor.grad)
+            self.gradients[id(tensor)] = _Gradient(tensor, tensor.grad, self._ledger.take(tensor))
         if not needs_grad or (isinstance(tensor, DistributedVariable) and tensor._writes_locally()):
             value, is_local = tensor.detach().clone(), self._trace.is_local(tensor)
             self.values[place] = _Value(tensor, self._trace.region.mark_local(value) if is_local else value, is_local)
@@ -76,15 +86,15 @@ class _Snapshot:
         for members, own in self._members:
             members.clear()
             members.update({k: list(v) if isinstance(v, list) else v for k, v in own.items()})
-        for parameter, gradient in self.gradients.values():
+        for parameter, gradient, note in self.gradients.values():
             parameter.grad = gradient if gradient is None or not copies else self._copy(gradient)
+            self._ledger.put(parameter, note)
         for tensor, value, is_local in self.values.values():
             tensor.data = value.clone()
             (self._trace.region.mark_local if is_local else self._trace.region.mark_shared)(tensor)
 
     def _copy(self, gradient: Tensor) -> Tensor:
         copied = gradient.clone()
-        copy_mark(gradient, copied)
         return self._trace.region.mark_local(copied) if self._trace.is_local(gradient) else copied
 
 
@@ -95,11 +105,13 @@ class GroupTurns:
         record: what the strategy's scopes recorded.
         trace: the call of ``run``.
         metrics: told of each group's turn; it sees to the metrics' lists, which may differ in length and shapes.
+        ledger: what the gradients are, of the group whose turn it is.
     """
 
-    def __init__(self, record: Record, trace: Trace, metrics: SpmdMetrics) -> None:
+    def __init__(self, record: Record, trace: Trace, metrics: SpmdMetrics, ledger: GradientLedger) -> None:
         self._record = record
         self._trace = trace
+        self._ledger = ledger
         self._metrics = metrics
         self._left_alone = metrics.list_places
         self._at_entry = self._snapshot()
@@ -181,23 +193,22 @@ class GroupTurns:
         own = [self._own[group] for group in range(self._trace.groups.count)]
         with self._trace.region.paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             own[0].restore()
-            for key, (parameter, first) in own[0].gradients.items():
-                column = [snapshot.gradients.get(key, (parameter, None))[1] for snapshot in own]
-                if any(gradient is not None and not is_sum(gradient) for gradient in column):
-                    parameter.grad = self._joined(first, column)
+            for key, first in own[0].gradients.items():
+                column = [snapshot.gradients.get(key, first._replace(gradient=None, note=None)) for snapshot in own]
+                if any(entry.gradient is not None and not _is_sum(entry.note) for entry in column):
+                    self._join_gradients(first.parameter, column)
             for place, value in own[0].values.items():
                 self._join(place, value, own)
 
     def _snapshot(self) -> _Snapshot:
         with self._trace.region.paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return _Snapshot(self._record, self._trace)
+            return _Snapshot(self._record, self._trace, self._ledger)
 
-    def _joined(self, first: Tensor | None, column: Sequence[Tensor | None]) -> Tensor:
-        example = next(gradient for gradient in column if gradient is not None)
-        values = [torch.zeros_like(example) if gradient is None else gradient for gradient in column]
-        joined = self._trace.select(values)
-        copy_mark(example if first is None else first, joined)
-        return self._trace.region.mark_local(joined)
+    def _join_gradients(self, parameter: Tensor, column: Sequence[_Gradient]) -> None:
+        example, note = next((entry.gradient, entry.note) for entry in column if entry.gradient is not None)
+        values = [torch.zeros_like(example) if entry.gradient is None else entry.gradient for entry in column]
+        parameter.grad = self._trace.region.mark_local(self._trace.select(values))
+        self._ledger.put(parameter, note)
 
     def _join(self, place: _Place, first: _Value, own: Sequence[_Snapshot]) -> None:
         if place[:2] in self._left_alone:
@@ -213,3 +224,7 @@ class GroupTurns:
             )
         first.tensor.data = self._trace.select([value.value for value in values])
         self._trace.region.mark_local(first.tensor)
+
+
+def _is_sum(note: Note | None) -> bool:
+    return note is not None and note.state in (State.SUMMED, State.APPLIED)

@@ -30,7 +30,6 @@ from torchstrategy.parameter_server.served import Served, make_served
 from torchstrategy.parameter_server.shared_variable import SharedVariable
 from torchstrategy.parameter_server.sharing import SharedValues
 from torchstrategy.parameter_server.sharing_client import SharingClient, SharingLink, connect, finish
-from torchstrategy.replicas.marks import mark_applied
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.shared_updates import SharedStep, push_steps
@@ -62,8 +61,8 @@ class BetweenGraphParameterServerStrategy(Strategy):
 
     Args:
         cluster_resolver: describes the cluster and this task; ``None`` reads ``TF_CONFIG``.
-        devices: this process's devices, such as ``["/gpu:0", "/gpu:1"]`` or ``["cpu:0", "cpu:1"]``; ``None`` means all
-            visible GPUs, or one CPU replica if there are none.
+        devices: this process's devices, such as ``["/gpu:0", "/gpu:1"]`` or ``["cpu:0", "cpu:1"]``; a number means so
+            many GPUs, or CPU replicas where there are no GPUs; ``None`` means all visible GPUs, or one CPU replica.
         timeout_seconds: how long to wait for the parameter servers, and as a worker for the chief.
 
     Raises:
@@ -80,7 +79,7 @@ class BetweenGraphParameterServerStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         *,
-        devices: Sequence[str | torch.device] | None = None,
+        devices: Sequence[str | torch.device] | int | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
@@ -365,8 +364,7 @@ class BetweenGraphParameterServerStrategy(Strategy):
             raise RuntimeError("The strategy was closed. Make model and optimizer anew, in `strategy.scope()`.")
         self._shared.step([part.optimizer for part in parts])
         for part in parts:
-            for parameter in part.gradients.parameters:
-                mark_applied(parameter)
+            self.ledger.note_step(part.gradients.parameters)
         return [None] * len(parts)
 
 

@@ -71,14 +71,15 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(
         self,
-        compute_devices: Sequence[str | torch.device] | None = None,
+        compute_devices: Sequence[str | torch.device] | int | None = None,
         parameter_device: str | torch.device | None = None,
         *,
         communication_options: CommunicationOptions | None = None,
         concurrent: bool = False,
         check_every: int = 1000,
     ) -> None:
-        for name in (*(compute_devices or ()), parameter_device):
+        named = () if compute_devices is None or isinstance(compute_devices, int) else compute_devices
+        for name in (*named, parameter_device):
             _check_local(name)
         job = find_job(TorchrunClusterResolver())
         options = communication_options or CommunicationOptions()

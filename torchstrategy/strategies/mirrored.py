@@ -26,8 +26,8 @@ class MirroredStrategy(Strategy):
     brings its ``devices``, by default the GPU of its local rank, or one CPU replica.
 
     Args:
-        devices: this process's devices, such as ``["/gpu:0", "/gpu:1"]`` or ``["cpu:0", "cpu:1"]``; ``None`` means all
-            visible GPUs, or one CPU replica if there are none.
+        devices: this process's devices, such as ``["/gpu:0", "/gpu:1"]`` or ``["cpu:0", "cpu:1"]``; a number means so
+            many GPUs, or CPU replicas where there are no GPUs; ``None`` means all visible GPUs, or one CPU replica.
         cross_device_ops: how the replicas of one process combine tensors; ``None`` means NCCL for GPUs and
             ``ReductionToOneDevice`` otherwise.
         communication_options: how gradients travel between processes.
@@ -48,7 +48,7 @@ class MirroredStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[str | torch.device] | None = None,
+        devices: Sequence[str | torch.device] | int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         communication_options: CommunicationOptions | None = None,

@@ -64,7 +64,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
-        devices: Sequence[str | torch.device] | None = None,
+        devices: Sequence[str | torch.device] | int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         concurrent: bool = False,
         check_every: int = 1000,

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from torchstrategy.checkpoint.plain import to_plain
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import unrecorded
 from torchstrategy.training.weight_files import plain_module
 
 __all__ = ["copy_module", "example_of", "is_described", "map_described"]
@@ -32,7 +33,8 @@ def copy_module(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Mod
             value = convert(to_plain(tensor, "a tensor of the model"))
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    copied: nn.Module = copy.deepcopy(module, memo)
+    with unrecorded():
+        copied: nn.Module = copy.deepcopy(module, memo)
     return copied.eval()
 
 

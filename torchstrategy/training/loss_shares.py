@@ -47,6 +47,9 @@ def share_of(
     weighted = values if sample_weight is None else values * matching_weight(sample_weight, values)
     if part.is_sum:
         return weighted.sum()
+    context = get_replica_context()
+    if context is not None:
+        context.has_scaled_losses = True
     if divisor is not None:
         divisor = divisor.to(weighted.device, weighted.dtype)
         return weighted.sum() / (divisor + (divisor == 0))  # where nothing counts, all losses are 0

@@ -1,0 +1,138 @@
+"""What was summed is remembered as long as it is true: every program is right, or refused with its remedy."""
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrategy as ts
+from tests.gradients import ledger_programs as programs
+from tests.programs import cpu_devices
+
+
+@pytest.fixture(scope="module")
+def one():
+    return programs.answers(cpu_devices(1))
+
+
+@pytest.fixture(scope="module")
+def in_process():
+    return programs.answers(cpu_devices(2))
+
+
+@pytest.fixture(scope="module")
+def by_processes(process_pool):
+    return process_pool(2).run(programs.answers, None, timeout_s=100)
+
+
+@pytest.mark.parametrize("is_equal", [False, True], ids=["other gradients", "equal gradients"])
+@pytest.mark.parametrize("name", programs.RIGHT)
+def test_is_right(name, is_equal, one, in_process, by_processes):
+    key = (name, is_equal)
+    assert in_process[key] == pytest.approx(one[key] * 2)
+    assert [answers[key] for answers in by_processes] == [pytest.approx(one[key])] * 2
+
+
+@pytest.mark.parametrize("is_equal", [False, True], ids=["other gradients", "equal gradients"])
+@pytest.mark.parametrize("name", programs.REFUSED)
+def test_is_refused(name, is_equal, one, in_process, by_processes):
+    _, message, if_equal = programs.REFUSED[name]
+    key = (name, is_equal)
+    if if_equal and not is_equal:  # replicas that hold different gradients can't hold the sum
+        assert in_process[key] == pytest.approx(one[key] * 2)
+        assert [answers[key] for answers in by_processes] == [pytest.approx(one[key])] * 2
+        return
+    for found in (in_process[key], *(answers[key] for answers in by_processes)):
+        assert re.search(message, found), found
+
+
+def test_concurrent_replicas():
+    for name, step in programs.RIGHT.items():
+        strategy_weights = [
+            programs.train(devices, step, is_equal=False) for devices in (cpu_devices(1), cpu_devices(2))
+        ]
+        assert strategy_weights[1] == pytest.approx(strategy_weights[0] * 2), name
+
+
+def test_nothing_is_kept_on_tensors_and_no_gradient_is_kept_alive():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        gradients.extend(weakref.ref(parameter.grad) for parameter in model.parameters())
+        return [(vars(p), vars(p.grad)) for p in model.parameters()]
+
+    for found in strategy.experimental_local_results(strategy.run(step)):
+        assert all(names == ({}, {}) for names in found)
+    strategy.run(lambda: optimizer.zero_grad())
+    gc.collect()
+    assert all(gradient() is None for gradient in gradients)
+
+
+def train_once(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert strategy.ledger._notes
+
+
+def test_what_is_known_of_a_parameter_goes_with_it():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    train_once(strategy)
+    gc.collect()
+    assert not strategy.ledger._notes
+    assert not strategy.ledger._references
+
+
+def test_torch_has_its_own_functions_outside_run():
+    before = torch.autograd.backward, torch.autograd.grad, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    inside = []
+    strategy.run(lambda: inside.append(torch.autograd.backward is before[0]))
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+    assert inside == [False, False]
+    after = torch.autograd.backward, torch.autograd.grad, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
+    assert after == before
+
+
+def test_the_program_may_replace_a_function_of_torch_in_run(monkeypatch):
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    original = torch.autograd.backward
+    calls = []
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    def replace():
+        nonlocal inner
+        if not calls:
+            inner, torch.autograd.backward = torch.autograd.backward, own
+        torch.ones(1, requires_grad=True).sum().backward()
+
+    inner = None
+    try:
+        strategy.run(replace)
+        assert torch.autograd.backward is own
+        strategy.run(lambda: torch.ones(1, requires_grad=True).sum().backward())
+        assert torch.autograd.backward is own
+        assert len(calls) == 4
+    finally:
+        torch.autograd.backward = original

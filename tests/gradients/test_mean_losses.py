@@ -1,0 +1,299 @@
+"""A loss that is a mean over a replica's share is told apart from one that is a part of the global loss."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchstrategy as ts
+from tests.programs import cpu_devices, strategy_for
+
+FEATURES, CLASSES = 3, 4
+X = torch.linspace(-1, 1, 10 * FEATURES, dtype=torch.float64).reshape(10, FEATURES)
+Y = torch.arange(10) % CLASSES
+
+
+def one_hot(y):
+    return F.one_hot(y, CLASSES).double()
+
+
+def own_average(values, count):
+    return values.sum() / count
+
+
+MEANS = {
+    "mse_loss": lambda z, y: F.mse_loss(z, one_hot(y)),
+    "mean": lambda z, y: (z - one_hot(y)).square().mean(),
+    "mean of means": lambda z, y: (z - one_hot(y)).square().mean(1).mean(),
+    "l1_loss": lambda z, y: F.l1_loss(z, one_hot(y)),
+    "smooth_l1_loss": lambda z, y: F.smooth_l1_loss(z, one_hot(y)),
+    "huber_loss": lambda z, y: F.huber_loss(z, one_hot(y)),
+    "cross_entropy": F.cross_entropy,
+    "cross_entropy module": nn.CrossEntropyLoss(),
+    "cross_entropy with class weights": lambda z, y: F.cross_entropy(z, y, weight=torch.arange(1.0, 5).double()),
+    "cross_entropy of probabilities": lambda z, y: F.cross_entropy(z, one_hot(y)),
+    "cross_entropy with label smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "nll_loss": lambda z, y: F.nll_loss(z.log_softmax(1), y),
+    "bce_with_logits": lambda z, y: F.binary_cross_entropy_with_logits(z, one_hot(y)),
+    "bce": lambda z, y: F.binary_cross_entropy(z.sigmoid(), one_hot(y)),
+    "kl_div, batchmean": lambda z, y: F.kl_div(z.log_softmax(1), one_hot(y) / 2 + 0.1, reduction="batchmean"),
+    "multi_margin_loss": F.multi_margin_loss,
+    "soft_margin_loss": lambda z, y: F.soft_margin_loss(z, one_hot(y) * 2 - 1),
+    "poisson_nll_loss": lambda z, y: F.poisson_nll_loss(z, one_hot(y)),
+    "a sum over the size": lambda z, y: own_average((z - one_hot(y)).square(), len(y)),
+    "a sum over the number of elements": lambda z, y: own_average((z - one_hot(y)).square(), y.numel() * CLASSES),
+    "a negative mean": lambda z, y: -z.log_softmax(1).gather(1, y[:, None]).mean(),
+    "a root of a mean": lambda z, y: F.mse_loss(z, one_hot(y)).sqrt(),
+    "a weighted sum of means": lambda z, y: 0.7 * F.mse_loss(z, one_hot(y)) + 0.1 * F.l1_loss(z, one_hot(y)),
+    "a stack of means": lambda z, y: torch.stack([F.mse_loss(z, one_hot(y)), F.l1_loss(z, one_hot(y))]).sum(),
+    "a list of means": lambda z, y: sum([F.mse_loss(z, one_hot(y)), F.l1_loss(z, one_hot(y))]),
+    "another dtype": lambda z, y: F.mse_loss(z, one_hot(y)).float(),
+    "another shape": lambda z, y: F.mse_loss(z, one_hot(y)).view(1),
+    "beside a right one": lambda z, y: right(z, y) + F.mse_loss(z, one_hot(y)),
+}
+
+
+def right(z, y):
+    return ts.nn.compute_average_loss(F.cross_entropy(z, y, reduction="none"), global_batch_size="actual")
+
+
+def all_reduced(z, y):
+    context = ts.get_replica_context()
+    return F.cross_entropy(z, y, reduction="sum") / context.all_reduce("SUM", torch.tensor(float(len(y))))
+
+
+def share_of_the_batch(z, y):
+    context = ts.get_replica_context()
+    return F.cross_entropy(z, y) * (len(y) / int(context.actual_batch_size()))
+
+
+RIGHT = {
+    "compute_average_loss": right,
+    "compute_average_loss of several outputs": lambda z, y: ts.nn.compute_average_loss(
+        (z - one_hot(y)).square(), global_batch_size="actual"
+    ),
+    "compute_average_loss with a constant": lambda z, y: ts.nn.compute_average_loss(
+        F.cross_entropy(z, y, reduction="none"), global_batch_size=10
+    ),
+    "scale_mean_loss": lambda z, y: ts.nn.scale_mean_loss(F.cross_entropy(z, y)),
+    "scale_mean_loss by tokens": lambda z, y: ts.nn.scale_mean_loss(F.cross_entropy(z, y), weight=len(y)),
+    "ts.losses": lambda z, y: ts.nn.compute_average_loss(
+        ts.losses.MeanSquaredError(reduction="none")(one_hot(y), z), global_batch_size="actual"
+    ),
+    "a sum": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+    "a sum of means of examples": lambda z, y: (z - one_hot(y)).square().mean(1).sum(),
+    "over the number of replicas": lambda z, y: F.cross_entropy(z, y) / ts.get_strategy().num_replicas_in_sync,
+    "times its inverse": lambda z, y: F.cross_entropy(z, y) * (1 / ts.get_strategy().num_replicas_in_sync),
+    "a counted sum": all_reduced,
+    "times the share": share_of_the_batch,
+    "divided before the mean": lambda z, y: (F.cross_entropy(z, y, reduction="none") / 2).mean(),
+    "a scaled regularizer": lambda z, y: right(z, y) + ts.nn.scale_regularization_loss(z.new_ones(()) * z.sum() * 0),
+}
+
+
+def warnings_of(devices, loss, *, num_runs=5, num_examples=10, backward=torch.Tensor.backward, prepare=None):
+    """Return the warnings of a training, and the lines that they are about."""
+    strategy = strategy_for(devices)
+    with strategy.scope():
+        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        backward(loss(model(x), y))
+        if prepare is not None:
+            prepare(model)
+        optimizer.step()
+
+    data = strategy.experimental_distribute_dataset((X[:num_examples], Y[:num_examples]), batch_size=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="reduction: 'mean' divides")
+        for _ in range(num_runs):
+            for batch in data:
+                strategy.run(step, args=batch)
+    return [(str(entry.message), entry.filename, entry.lineno) for entry in caught if entry.category is UserWarning]
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_warns_once_and_names_the_line(name):
+    ((message, file, line),) = warnings_of(cpu_devices(3), MEANS[name])
+    assert "is a mean over this replica's share of the batch" in message
+    assert "ts.nn.scale_mean_loss(loss)" in message
+    assert file == __file__
+    assert f"test_mean_losses.py:{line} (step)" in message
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_part_of_the_global_loss_does_not(name):
+    for num_examples in (10, 9, 2):  # even, uneven and empty shares
+        assert warnings_of(cpu_devices(3), RIGHT[name], num_examples=num_examples) == []
+
+
+def test_what_takes_the_mean_is_named():
+    names = {"mse_loss": "(mse_loss)", "cross_entropy": "(nll_loss)", "mean": "(mean)", "bce": "(binary_cross_entropy)"}
+    for name, text in names.items():
+        ((message, *_),) = warnings_of(cpu_devices(2), MEANS[name])
+        assert text in message
+    ((message, *_),) = warnings_of(cpu_devices(2), MEANS["a sum over the size"])
+    assert "a sum over 5, the number of its elements" in message
+
+
+def test_one_replica_does_not_warn():
+    assert warnings_of(cpu_devices(1), F.cross_entropy) == []
+    assert warnings_of([], F.cross_entropy) == []
+
+
+def in_processes():
+    wrong = [len(warnings_of(None, MEANS[name])) for name in ("mse_loss", "cross_entropy of probabilities", "mean")]
+    return wrong, [warnings_of(None, RIGHT[name]) for name in ("scale_mean_loss by tokens", "compute_average_loss")]
+
+
+def test_two_processes(process_pool):
+    for wrong, good in process_pool(2).run(in_processes):
+        assert wrong == [1, 1, 1]
+        assert good == [[], []]
+
+
+def through_autograd(loss):
+    torch.autograd.backward([loss])
+
+
+def with_a_factor(loss):
+    loss.backward(torch.tensor(0.5, dtype=loss.dtype))
+
+
+def scaled(loss):
+    torch.amp.GradScaler("cpu", init_scale=65536.0).scale(loss).backward()
+
+
+def test_ways_to_call_backward():
+    assert len(warnings_of(cpu_devices(2), F.cross_entropy, backward=through_autograd)) == 1
+    assert warnings_of(cpu_devices(2), F.cross_entropy, backward=with_a_factor) == []
+    assert len(warnings_of(cpu_devices(2), F.cross_entropy, backward=scaled)) == 1
+
+
+def halve(model):
+    for parameter in model.parameters():
+        parameter.grad.div_(2)
+
+
+def test_gradients_that_are_scaled_afterwards_do_not_warn():
+    texts = [message for message, *_ in warnings_of(cpu_devices(2), F.cross_entropy, prepare=halve)]
+    assert all("is a mean over" not in text for text in texts)
+
+
+def test_each_strategy_warns():
+    assert [len(warnings_of(cpu_devices(2), F.cross_entropy)) for _ in range(2)] == [1, 1]
+
+
+def test_a_new_optimizer_is_looked_at_after_many_steps():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+
+    def make():
+        with strategy.scope():
+            model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+            return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(model, optimizer, loss, x, y):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    data = strategy.experimental_distribute_dataset((X, Y), batch_size=10)
+    first, second = make(), make()
+    for _ in range(10):
+        for batch in data:
+            strategy.run(step, args=(*first, right, *batch))
+    (batch,) = data
+    strategy.run(step, args=(*second, F.cross_entropy, *batch))
+    with pytest.warns(UserWarning, match="is a mean over this replica's share"):
+        strategy.run(step, args=(*second, F.cross_entropy, *batch))
+
+
+class OwnLoss(nn.Module):
+    """As models of Hugging Face: the loss is the mean over this call's tokens that count."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.layer(x), y, ignore_index=-100)
+
+
+def train_own_loss(devices, num_examples, *, by_tokens):
+    """Train a model that returns its own mean loss; return weights and the sums of losses."""
+    strategy = strategy_for(devices)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = OwnLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    y = torch.where(torch.arange(10) % 3 == 0, -100, Y) if by_tokens else Y
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = ts.nn.scale_mean_loss(model(x, y), weight=(y != -100).sum() if by_tokens else None)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    data = strategy.experimental_distribute_dataset((X[:num_examples], y[:num_examples]), batch_size=4)
+    losses = [float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)) for batch in data]
+    return model.layer.weight.detach().flatten().tolist(), losses
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("num_examples", [8, 10, 9])
+def test_scale_mean_loss_is_that_of_one_replica(num_examples, by_tokens, process_pool):
+    one = train_own_loss(cpu_devices(1), num_examples, by_tokens=by_tokens)
+    others = [train_own_loss(cpu_devices(count), num_examples, by_tokens=by_tokens) for count in (2, 3)]
+    others += process_pool(2).run(train_own_loss, None, num_examples, by_tokens=by_tokens)
+    for weights, losses in others:
+        assert weights == pytest.approx(one[0], rel=1e-10)
+        assert losses == pytest.approx(one[1], rel=1e-10)
+
+
+def test_scale_mean_loss_of_nothing_is_zero_with_a_graph():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = OwnLoss()
+
+    def step(x, y):
+        ts.nn.scale_mean_loss(model(x, y)).backward()
+        return model.layer.weight.grad.abs().sum()
+
+    data = strategy.experimental_distribute_dataset((X[:1], Y[:1]), batch_size=4)
+    full, empty = strategy.experimental_local_results(strategy.run(step, args=next(iter(data))))
+    assert full > 0
+    assert empty == 0
+
+
+def test_scale_mean_loss_refuses():
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"must have one element, a mean\. Received shape \(2,\).*compute_average_loss"
+    ):
+        ts.nn.scale_mean_loss(torch.ones(2))
+    with pytest.raises(TypeError, match="loss must be a tensor"):
+        ts.nn.scale_mean_loss(1.0)
+    with pytest.raises(TypeError, match="weight must be a number"):
+        ts.nn.scale_mean_loss(loss, weight="3")
+    with pytest.raises(ValueError, match="weight must be one number"):
+        ts.nn.scale_mean_loss(loss, weight=torch.ones(3))
+    with pytest.raises(ts.errors.InvalidArgumentError, match=r"must not be negative\. Received: -1"):
+        ts.nn.scale_mean_loss(loss, weight=-1)
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope(), pytest.raises(RuntimeError, match="in cross-replica context"):
+        ts.nn.scale_mean_loss(loss)
+    with pytest.raises(RuntimeError, match="The actual batch size is not known"):
+        strategy.run(lambda: ts.nn.scale_mean_loss(loss))
+
+
+def test_scale_mean_loss_with_one_replica():
+    loss = torch.tensor(3.0)
+    assert ts.nn.scale_mean_loss(loss) == 3.0
+    assert ts.nn.scale_mean_loss(loss, weight=7) == 3.0
+    assert ts.nn.scale_mean_loss(loss, weight=0) == 0.0

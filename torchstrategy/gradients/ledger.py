@@ -1,0 +1,401 @@
+"""What each gradient is: a replica's own, the sum over replicas, or a sum that a step has used.
+
+The facts are kept here and not on the program's tensors: for each parameter, which tensor its gradient was, with which
+version, when it was computed, summed or used last. What the program does meanwhile shows in ``p.grad``: another
+tensor, ``None``, or zeros are a new beginning, whoever made them. Where that does not tell a sum from new gradients,
+the replicas do: sums are equal on all of them, to the bit. What is equal and may still be both is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy.collectives.call_site import call_site
+from torchstrategy.fingerprints import fingerprints
+
+__all__ = ["GradientLedger", "Note", "State"]
+
+#: So many first steps of an optimizer leave fingerprints of the sums that they have used, in case they are used again.
+_NUM_KEPT = 3
+
+
+class State(enum.Enum):
+    """What a gradient is known to be."""
+
+    #: This replica's own, from its backward passes in ``run``, or assigned by the program.
+    LOCAL = enum.auto()
+    #: The sum over replicas, which no step has used.
+    SUMMED = enum.auto()
+    #: A sum that a step has used.
+    APPLIED = enum.auto()
+    #: From a backward pass outside ``run``.
+    OUTSIDE = enum.auto()
+    #: A sum to which a later backward pass has added a replica's own.
+    MIXED = enum.auto()
+    #: A sum that was changed or replaced before its use, if all replicas hold the same; else a replica's own.
+    EDITED = enum.auto()
+    #: A sum that was used, or new gradients that happen to be the same on all replicas; else a replica's own.
+    DOUBTFUL = enum.auto()
+
+
+class Note:
+    """What is known of one parameter's gradient.
+
+    Args:
+        state: what it is.
+        gradient: the tensor.
+        passes: counts backward passes: another number is another gradient.
+    """
+
+    __slots__ = ("fingerprint", "gradient", "num_computed", "passes", "run", "state", "version")
+
+    def __init__(self, state: State, gradient: Tensor, passes: int = 0) -> None:
+        self.state = state
+        self.gradient = weakref.ref(gradient)
+        self.version = gradient._version
+        self.passes = passes
+        #: The call of ``run`` in which a sum was made, as a weak reference to the replica's context.
+        self.run: weakref.ref[Any] | None = None
+        #: How often the replica had computed gradients without giving them to parameters, by ``torch.autograd.grad``.
+        self.num_computed = 0
+        #: Of a sum that was not used in its run, or of one that may be used again.
+        self.fingerprint: int | None = None
+
+    def standing_for(self, gradient: Tensor) -> Note:
+        """Return the same of a tensor that stands for the gradient, which may be the gradient itself."""
+        other = Note(self.state, gradient, self.passes)
+        other.run, other.num_computed = self.run, self.num_computed
+        if gradient is self.gradient():
+            other.version, other.fingerprint = self.version, self.fingerprint
+        return other
+
+
+class GradientLedger:
+    """What the gradients of one strategy's parameters are.
+
+    Args:
+        num_local: number of this process's replicas.
+    """
+
+    def __init__(self, num_local: int) -> None:
+        self._notes: dict[int, Note] = {}
+        #: For each local replica, by id, the parameters whose gradients were not simply its own when last seen.
+        self._open: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
+        #: The ids of the parameters whose gradients are sums that no step has used.
+        self._unused: set[int] = set()
+        #: For each, those to whose gradients the present backward pass adds by way of new tensors.
+        self._grow_anew: list[set[int]] = [set() for _ in range(num_local)]
+        #: For each, how often it has computed gradients without giving them to parameters.
+        self._num_computed = [0] * num_local
+        self._local_ids: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Tensor]] = {}
+        self._passes = itertools.count(1)
+        #: How many steps have used the gradient of a parameter that is an optimizer's first, by its id.
+        self._num_steps: Counter[int] = Counter()
+        #: Whether a used sum was met again, so that all steps leave fingerprints.
+        self._meets_used = False
+
+    def watch(self, parameter: Tensor, local_id: int) -> None:
+        """Take up a parameter of a local replica.
+
+        Args:
+            parameter: it tells of its backward passes by ``note_backward``.
+            local_id: the replica's position in the process.
+        """
+        key = id(parameter)
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            if self._references.get(key) is reference:
+                self._close(self._local_ids.pop(key), key)
+                self._num_steps.pop(key, None)
+                del self._references[key]
+
+        self._references[key] = weakref.ref(parameter, forget)
+        self._local_ids[key] = local_id
+
+    def begin_backward(self, local_id: int, *, create_graph: bool = False) -> None:
+        """Look at the gradients that a backward pass of a replica may add to.
+
+        Args:
+            local_id: the replica's position in the process.
+            create_graph: whether the pass adds by way of new tensors.
+        """
+        anew = self._grow_anew[local_id]
+        anew.clear()
+        self.sweep(local_id)
+        for key, reference in list(self._open[local_id].items()):
+            parameter, note = reference(), self._notes[key]
+            grad = None if parameter is None else parameter.grad
+            if grad is None:
+                continue
+            if create_graph or grad.is_sparse:
+                anew.add(key)
+            if grad is not note.gradient():  # replaced, but neither cleared nor used: what is it?
+                self._set(local_id, key, Note(State.DOUBTFUL, grad, note.passes))
+            elif note.state is State.APPLIED:
+                note.version = grad._version  # changed in place, maybe, but not cleared
+
+    def note_computed(self, local_id: int) -> None:
+        """Take notice of gradients that a replica has computed without giving them to parameters."""
+        self._num_computed[local_id] += 1
+
+    def sweep(self, local_id: int) -> None:
+        """Forget what is known of a replica's gradients that the program has cleared or, after a step, replaced."""
+        same: dict[int, tuple[Note, Tensor]] = {}
+        for key, reference in list(self._open[local_id].items()):
+            parameter, note = reference(), self._notes[key]
+            grad = None if parameter is None else parameter.grad
+            if grad is not None and (grad is note.gradient() or note.state is State.SUMMED):
+                same[key] = note, grad
+            else:
+                self._close(local_id, key)
+        for key, is_cleared in zip(same, _are_cleared(same.values()), strict=True):
+            if is_cleared:
+                self._close(local_id, key)
+
+    def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
+        """Take notice of a backward pass that has added to a parameter's gradient.
+
+        Args:
+            parameter: the parameter.
+            is_inside: whether the pass is a replica's, in ``run``.
+
+        Raises:
+            RuntimeError: the gradient was a sum that no step has used.
+        """
+        key, grad = id(parameter), parameter.grad
+        local_id = self._local_ids[key]
+        if grad is None:
+            self._close(local_id, key)
+            return
+        before = self._notes.get(key)
+        state = State.LOCAL if is_inside else State.OUTSIDE
+        if before is not None and (before.gradient() is grad or key in self._grow_anew[local_id]):
+            state = self._grown(before, grad, state)
+        self._set(local_id, key, Note(state, grad, next(self._passes)))
+
+    def _grown(self, before: Note, grad: Tensor, new: State) -> State:
+        """Return what became of a gradient to which a backward pass has added."""
+        if before.state is State.SUMMED:
+            raise RuntimeError(
+                f"`backward` adds to a gradient (shape {tuple(grad.shape)}) that is already the sum over replicas. "
+                "Call `optimizer.step()` or `optimizer.zero_grad()` after `sum_gradients` or `scaler.unscale_`, before "
+                "the next backward."
+            )
+        if before.state is State.APPLIED:
+            is_untouched = before.gradient() is not grad or grad._version == before.version + 1
+            return State.MIXED if is_untouched else new
+        if before.state is State.DOUBTFUL:
+            return State.MIXED
+        return new if before.state is State.LOCAL else before.state
+
+    def note_sum(self, parameters: Iterable[Tensor], run: Any) -> None:
+        """Note that the present gradients are sums over replicas, made in a call of ``run``."""
+        self._note(parameters, State.SUMMED, run)
+
+    def note_step(self, parameters: Sequence[Tensor]) -> None:
+        """Note that an optimizer's step has used the present gradients."""
+        self._note(parameters, State.APPLIED, None)
+        if not parameters:
+            return
+        first = id(parameters[0])
+        if self._meets_used or self._num_steps[first] < _NUM_KEPT:
+            self._num_steps[first] += 1
+            self._keep_fingerprints(self._notes[id(p)] for p in parameters if id(p) in self._notes)
+
+    def forget_unused(self, parameters: Iterable[Tensor]) -> None:
+        """Let sums that no step has used, because it was left out, count as what they stand for no longer."""
+        for parameter in parameters:
+            if id(parameter) in self._unused:
+                self._close(self._local_ids[id(parameter)], id(parameter))
+
+    def end_run(self) -> None:
+        """Remember what sums hold that the run has not used: a step in a later run may use them."""
+        self._keep_fingerprints(note for key in self._unused if (note := self._notes[key]).fingerprint is None)
+
+    def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
+        left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not _is_traced(grad)]
+        for (note, grad), number in zip(left, fingerprints([grad for _, grad in left]), strict=True):
+            note.version, note.fingerprint = grad._version, number
+
+    def states(self, parameters: Sequence[Tensor], run: Any, *, uses_applied: bool = False) -> list[State]:
+        """Say of each gradient whether it is to be summed: ``LOCAL``, ``SUMMED``, ``EDITED`` or ``DOUBTFUL``.
+
+        Args:
+            parameters: an optimizer's; one without a gradient is ``LOCAL``.
+            run: the replica's context.
+            uses_applied: whether a sum that a step has used may be used again as it is.
+
+        Raises:
+            RuntimeError: a gradient comes from outside ``run``, or holds a sum that was used and, on top of it, a later
+                backward's.
+        """
+        states = [State.LOCAL] * len(parameters)
+        for k, parameter in enumerate(parameters):
+            note, grad = self._notes.get(id(parameter)), parameter.grad
+            if note is not None and grad is not None and note.state is not State.LOCAL:
+                states[k] = self._state(parameter, note, grad, run, uses_applied=uses_applied)
+        unclear = [k for k, state in enumerate(states) if state not in (State.LOCAL, State.SUMMED)]
+        pairs = [(self._notes[id(parameters[k])], parameters[k].grad) for k in unclear]
+        for k, is_cleared in zip(unclear, _are_cleared(pairs), strict=True):  # type: ignore[arg-type]
+            if is_cleared:
+                states[k] = State.LOCAL
+            elif states[k] in (State.OUTSIDE, State.MIXED):
+                raise RuntimeError(_problem(states[k], k, parameters[k]))
+        return states
+
+    def _state(self, parameter: Tensor, note: Note, grad: Tensor, run: Any, *, uses_applied: bool) -> State:
+        """Return what a gradient that was not simply the replica's own is now."""
+        is_same = note.gradient() is grad
+        has_computed = note.num_computed != self._num_computed[self._local_ids[id(parameter)]]
+        if note.state is State.SUMMED:
+            if is_same and self._is_still(note, grad, run):
+                return State.SUMMED
+            return State.DOUBTFUL if has_computed else State.EDITED
+        if not is_same:
+            return State.LOCAL
+        if note.state is not State.APPLIED:
+            return note.state
+        if uses_applied or self._is_unchanged(note, grad):
+            return State.SUMMED
+        return State.LOCAL if has_computed and note.version != grad._version else State.DOUBTFUL
+
+    def _is_unchanged(self, note: Note, grad: Tensor) -> bool:
+        """Say whether a tensor is known to hold the sum that a step has used."""
+        self._meets_used = True
+        if _is_traced(grad):
+            return note.version == grad._version
+        return note.fingerprint is not None and fingerprints([grad])[0] == note.fingerprint
+
+    def _is_still(self, note: Note, grad: Tensor, run: Any) -> bool:
+        """Say whether a tensor still holds the sum: in the run that made it, all changes in place are changes of it."""
+        if note.run is not None and note.run() is run:
+            return True
+        if note.version != grad._version:
+            return False
+        if _is_traced(grad):
+            return True
+        return note.fingerprint is not None and fingerprints([grad])[0] == note.fingerprint
+
+    def is_local(self, parameter: Tensor) -> bool:
+        """Say whether a parameter's gradient is known to be one replica's own."""
+        note = self._notes.get(id(parameter))
+        return note is not None and note.state is State.LOCAL and note.gradient() is parameter.grad
+
+    def is_sum(self, parameter: Tensor) -> bool:
+        """Say whether a parameter's gradient is a sum over replicas, used or not, or might be."""
+        note = self._notes.get(id(parameter))
+        return note is not None and note.state is not State.LOCAL and note.gradient() is parameter.grad
+
+    def own_pass(self, parameter: Tensor) -> int | None:
+        """Return the number of the backward pass that has left a replica's own gradient as it is; else ``None``."""
+        note, grad = self._notes.get(id(parameter)), parameter.grad
+        if note is None or grad is None or note.state is not State.LOCAL:
+            return None
+        return note.passes if note.gradient() is grad and note.version == grad._version else None
+
+    def was_edited(self, parameter: Tensor) -> bool:
+        """Say whether a replica's own gradient was changed in place since its backward pass, other than to zeros."""
+        note, grad = self._notes.get(id(parameter)), parameter.grad
+        if note is None or grad is None or note.state is not State.LOCAL or note.gradient() is not grad:
+            return False
+        return note.version != grad._version and not _are_cleared([(note, grad)])[0]
+
+    def take(self, parameter: Tensor) -> Note | None:
+        """Return what is known of a parameter's gradient, for ``put``."""
+        note, grad = self._notes.get(id(parameter)), parameter.grad
+        return None if note is None or grad is None else note.standing_for(grad)
+
+    def put(self, parameter: Tensor, note: Note | None) -> None:
+        """Know what ``take`` has returned, or what it returned of another tensor that the gradient stands for now."""
+        key, grad = id(parameter), parameter.grad
+        local_id = self._local_ids.get(key)
+        if local_id is None:
+            return
+        if note is None or grad is None:
+            self._close(local_id, key)
+            return
+        self._set(local_id, key, note.standing_for(grad))
+
+    def _note(self, parameters: Iterable[Tensor], state: State, run: Any) -> None:
+        """Note that present gradients are sums; of many parameters in each step, so in few operations."""
+        reference = None if run is None else weakref.ref(run)
+        notes, local_ids = self._notes, self._local_ids
+        for parameter in parameters:
+            key, grad = id(parameter), parameter.grad
+            local_id = local_ids.get(key)
+            if grad is None or local_id is None:
+                continue
+            note = notes.get(key)
+            if note is None or note.gradient() is not grad:
+                note = notes[key] = Note(state, grad, 0 if note is None else note.passes)
+            note.state, note.version, note.fingerprint = state, grad._version, None
+            note.run, note.num_computed = reference, self._num_computed[local_id]
+            self._open[local_id][key] = self._references[key]
+            if state is State.SUMMED:
+                self._unused.add(key)
+            else:
+                self._unused.discard(key)
+
+    def _set(self, local_id: int, key: int, note: Note) -> None:
+        self._notes[key] = note
+        if note.state is State.LOCAL:
+            self._open[local_id].pop(key, None)
+        else:
+            self._open[local_id][key] = self._references[key]
+        if note.state is State.SUMMED:
+            self._unused.add(key)
+        else:
+            self._unused.discard(key)
+
+    def _close(self, local_id: int, key: int) -> None:
+        self._notes.pop(key, None)
+        self._open[local_id].pop(key, None)
+        self._unused.discard(key)
+
+
+def _problem(state: State, k: int, parameter: Tensor) -> str:
+    if state is State.OUTSIDE:
+        return (
+            f"The gradient of parameter {k} (shape {tuple(parameter.shape)}) was computed outside `run`, so it is not "
+            "known which replica's part it is. Call `backward` inside the function that you give to `strategy.run`, or "
+            f"clear it with `optimizer.zero_grad()`. (The sum was to be made at {call_site()}.)"
+        )
+    return (
+        f"`backward` has added to the gradient of parameter {k} (shape {tuple(parameter.shape)}) that an earlier "
+        "`optimizer.step()` applied or that was made from a sum, so that replicas' own gradients can't be told from "
+        "the sum over replicas. Call `optimizer.zero_grad()` between a step and the next backward. (The sum was to be "
+        f"made at {call_site()}.)"
+    )
+
+
+def _are_cleared(pairs: Iterable[tuple[Note, Tensor]]) -> list[bool]:
+    """Say of each gradient whether it is all zeros, given what was known of it; waits once for each device."""
+    answers: list[bool] = []
+    by_device: dict[torch.device, list[int]] = {}
+    values: list[Tensor] = []
+    for k, (note, grad) in enumerate(pairs):
+        values.append(grad._values() if grad.is_sparse else grad)
+        # Where the values of a graph can't be looked at, a used sum that was written to counts as cleared.
+        answers.append(note.state is State.APPLIED and note.version != grad._version)
+        if not _is_traced(grad):
+            by_device.setdefault(grad.device, []).append(k)
+    with torch.no_grad():
+        for indices in by_device.values():
+            found = torch.stack([values[k].detach().any() for k in indices]).tolist()
+            for k, has_some in zip(indices, found, strict=True):
+                answers[k] = not has_some
+    return answers
+
+
+def _is_traced(grad: Tensor) -> bool:
+    """Say whether a gradient may be a part of a graph that is still to be computed."""
+    return grad.device.type == "xla"

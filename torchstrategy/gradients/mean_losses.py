@@ -1,0 +1,222 @@
+"""Looks whether the loss that a replica differentiates is a mean over its own share of the batch.
+
+Gradients are added up over replicas, so such a step is N times as large as one replica's. What counts is what the loss
+is, not how the program calls it: the graph of the scalar that ``backward`` starts from is followed through scalar
+operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements. Any
+division above it, and any factor that is a replica's part of the batch, counts as meant.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchstrategy.collectives.call_site import CallSite, users_frame
+from torchstrategy.log import warn_once_at
+
+__all__ = ["NUM_LOOKS", "MeanLossCheck"]
+
+#: In so many first sums of an optimizer the losses are looked at.
+NUM_LOOKS = 3
+#: A graph of so many scalar operations is not followed to its end.
+_MAX_NODES = 1000
+#: What `_saved_reduction` is for a mean.
+_MEAN = 1
+#: The backward functions of collectives between replicas: what is above one is of all replicas.
+_COLLECTIVES = ("_AllReduce", "_AllGather")
+_STACKS = ("StackBackward", "CatBackward")
+
+
+class _Found(NamedTuple):
+    """A mean that a backward pass has started from: what takes it, and where ``backward`` was called."""
+
+    name: str
+    site: CallSite
+
+
+class MeanLossCheck:
+    """Warns once of a strategy's losses that are means over a replica's share of the batch."""
+
+    def __init__(self) -> None:
+        self._num_looks = NUM_LOOKS
+        self._found: _Found | None = None
+
+    def before_backward(self, tensors: Any, grad_tensors: Any, context: Any) -> None:
+        """Look at what a replica is about to differentiate.
+
+        Args:
+            tensors: where the backward pass starts.
+            grad_tensors: the gradients it starts with; ``None`` means 1.
+            context: the replica's.
+        """
+        if self._num_looks == 0 or self._found is not None or grad_tensors is not None:
+            return
+        counts = _Counts(context)
+        for tensor in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
+            node = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
+            with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
+                name = None if node is None else _find_mean(node, counts)
+            if name is not None:
+                self._found = _Found(name, users_frame())
+                return
+
+    def before_sum(self, parameters: Iterable[Tensor], *, is_new: bool, is_edited: bool) -> None:
+        """Warn if what is summed comes from such a loss.
+
+        Args:
+            parameters: whose gradients are to be summed.
+            is_new: whether it is the first sum of these.
+            is_edited: whether the program has changed a gradient after its backward pass.
+        """
+        self._num_looks = max(0, (NUM_LOOKS if is_new else self._num_looks) - 1)
+        found, self._found = self._found, None
+        if found is None or is_edited or any(_has_hooks(parameter) for parameter in parameters):
+            return
+        warn_once_at(
+            found.site,
+            f"The loss that `backward` starts from at {found.site} is a mean over this replica's share of the batch "
+            f"({found.name}), but the gradients of all replicas are added up: the step becomes larger with each "
+            "replica, and examples of small shares weigh more. Average over the global batch: take the loss of each "
+            "example, such as by reduction='none', and "
+            'ts.nn.compute_average_loss(per_example_loss, global_batch_size="actual"); or, for a loss that comes as a '
+            "mean, such as a model's own, ts.nn.scale_mean_loss(loss). A term that every replica computes alike, such "
+            "as a penalty on weights, goes through ts.nn.scale_regularization_loss.",
+            of=self,
+        )
+
+
+class _Counts:
+    """The numbers by which a program may scale a loss to a replica's part of the global one."""
+
+    def __init__(self, context: Any) -> None:
+        self._num_replicas = context.num_replicas_in_sync
+        # What the library divides by may happen to be the size of a tensor.
+        self._looks_at_sizes = not context.has_scaled_losses
+        self._totals: set[float] = {self._num_replicas}
+        self.factors = {1.0 / self._num_replicas}
+        shares, num_own = context.batch_shares, context._num_own_examples
+        if shares is not None and num_own is not None:
+            self._totals |= {float(shares.total), float(shares.divisor)}
+            self.factors |= {float(num_own), *(num_own / total for total in (shares.total, shares.divisor) if total)}
+
+    def has_factor(self, number: float) -> bool:
+        """Say whether a factor may be a replica's part of the batch."""
+        return any(math.isclose(number, factor, rel_tol=1e-5) for factor in self.factors)
+
+    def is_own_size(self, number: float, sizes: Sequence[int]) -> bool:
+        """Say whether a divisor is the number of elements of a replica's own tensor, along its first axes."""
+        if not self._looks_at_sizes or not sizes or number <= 1:
+            return False
+        if number in self._totals or number == sizes[0] * self._num_replicas:
+            return False
+        return any(number == math.prod(sizes[: k + 1]) for k in range(len(sizes)))
+
+
+def _find_mean(root: Any, counts: _Counts) -> str | None:
+    """Return what takes a mean that nothing scales, in the graph of a scalar."""
+    seen, waiting = {root}, [root]
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        name = _mean_of(node, counts)
+        if name is not None:
+            return name
+        for child in _below(node, counts):
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return None
+
+
+def _mean_of(node: Any, counts: _Counts) -> str | None:
+    """Return the name of what takes a mean in one operation, or of a sum that is divided by its size."""
+    kind = node.name()
+    if kind.startswith("MeanBackward"):
+        return "mean" if _num_averaged(node) > 1 and not _is_scaled_below(node, counts) else None
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.partition("Backward")[0]).lower()
+    if kind.startswith("DivBackward"):
+        divisor, total = _number(node, "_saved_other"), _sum_below(node, counts)
+        if total is not None and divisor is not None and counts.is_own_size(divisor, total._saved_self_sym_sizes):
+            return f"a sum over {divisor:g}, the number of its elements"
+    return None
+
+
+def _below(node: Any, counts: _Counts) -> Iterator[Any]:
+    """Yield the scalars that an operation combines, unless it scales them."""
+    kind = node.name()
+    if kind.startswith(("DivBackward", *_COLLECTIVES)):
+        return
+    if kind.startswith("MulBackward"):
+        numbers = [_number(node, name) for name in ("_saved_self", "_saved_other")]
+        if any(number is not None and counts.has_factor(number) for number in numbers):
+            return
+    for child, _ in node.next_functions:
+        if child is None:
+            continue
+        if _is_scalar(child):
+            yield child
+        elif kind.startswith(("SumBackward", "MeanBackward")) and child.name().startswith(_STACKS):
+            yield from (member for member, _ in child.next_functions if member is not None and _is_scalar(member))
+
+
+def _sum_below(node: Any, counts: _Counts) -> Any:
+    """Return the sum that a division is of, directly or but for a sign or a constant factor."""
+    for _ in range(4):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if len(children) != 1 or not _is_scalar(children[0]):
+            return None
+        node = children[0]
+        if node.name().startswith("SumBackward"):
+            return None if _is_scaled_below(node, counts) else node
+        if not node.name().startswith(("NegBackward", "MulBackward", "ToCopyBackward")):
+            return None
+    return None
+
+
+def _is_scaled_below(node: Any, counts: _Counts) -> bool:
+    """Say whether what an operation adds up has been divided by one number, or scaled to a part of the batch."""
+    for _ in range(4):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if len(children) != 1 or not children[0].name().startswith(("MulBackward", "DivBackward", "NegBackward")):
+            return False
+        node = children[0]
+        number = _number(node, "_saved_other")
+        if number is not None and (node.name().startswith("DivBackward") or counts.has_factor(number)):
+            return True
+    return False
+
+
+def _num_averaged(node: Any) -> int:
+    """Return how many elements a mean is of; 1 if it is one of each example, of which there may be just one."""
+    sizes = tuple(node._saved_self_sym_sizes)
+    axes = [axis % (1 << 64) for axis in getattr(node, "_saved_dim", None) or ()]
+    kept = [axis for axis in range(len(sizes)) if axes and not {axis, (axis - len(sizes)) % (1 << 64)} & set(axes)]
+    return 1 if 0 in kept else math.prod(size for axis, size in enumerate(sizes) if axis not in kept)
+
+
+def _is_scalar(node: Any) -> bool:
+    """Say whether an operation gives one number; what has no operation above it is a parameter."""
+    if node.name().endswith("AccumulateGrad"):
+        return False
+    return all(math.prod(output.shape) == 1 for output in node._input_metadata)
+
+
+def _number(node: Any, name: str) -> float | None:
+    """Return a number that an operation has kept for its backward pass; ``None`` if it has kept none, or a tensor."""
+    value = getattr(node, name, None)
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.device.type in ("xla", "meta") or torch.compiler.is_compiling():
+            return None
+        value = value.detach().item()
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Say whether the program has hooks on a parameter, which may scale its gradient; one is the library's."""
+    return bool(parameter._backward_hooks) or len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1

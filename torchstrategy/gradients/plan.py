@@ -1,0 +1,69 @@
+"""What is known of the parameters that an optimizer updates: their layout, and how many sums there were."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchstrategy.collectives.packing import memory_order
+
+__all__ = ["Plan", "Plans", "describe_layout"]
+
+_Key = tuple[tuple[int, ...], tuple[Any, ...]]
+
+
+class Plan:
+    """One optimizer's list of parameters, in one layout.
+
+    Args:
+        number: counts the lists in the order of their first sums, which is the same on all ranks.
+        layout: shape, dtype and memory format of each parameter.
+        parameters: the first local replica's.
+    """
+
+    def __init__(self, number: int, layout: tuple[Any, ...], parameters: Sequence[Tensor]) -> None:
+        self.number = number
+        self.digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+        self.num_sums = 0
+        self._references = [weakref.ref(parameter) for parameter in parameters]
+
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Say whether these are the parameters, of which there are as many."""
+        return all(ref() is parameter for ref, parameter in zip(self._references, parameters, strict=True))
+
+    def is_alive(self) -> bool:
+        """Say whether the program still has all parameters."""
+        return all(reference() is not None for reference in self._references)
+
+
+class Plans:
+    """The plans of all lists of parameters whose gradients were summed."""
+
+    def __init__(self) -> None:
+        self._plans: dict[_Key, Plan] = {}
+        self._num_plans = 0
+
+    def of(self, parameters: Sequence[Tensor]) -> Plan:
+        """Return the plan of a list of parameters, another one where a shape, dtype or memory format has changed."""
+        layout = tuple((tuple(p.shape), str(p.dtype), memory_order(p)) for p in parameters)
+        key = (tuple(map(id, parameters)), layout)
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_of(parameters):
+            self._plans = {key: plan for key, plan in self._plans.items() if plan.is_alive()}
+            self._num_plans += 1
+            plan = self._plans[key] = Plan(self._num_plans, layout, parameters)
+        return plan
+
+
+def describe_layout(parameters: Sequence[Tensor]) -> list[list[Any]]:
+    """Return shapes, dtypes and memory formats for an error message."""
+    return [[list(p.shape), str(p.dtype), *_format_name(p)] for p in parameters]
+
+
+def _format_name(parameter: Tensor) -> list[str]:
+    order = memory_order(parameter)
+    return [] if order is None else [f"axes {list(order)} in memory"]

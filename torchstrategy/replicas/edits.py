@@ -1,0 +1,217 @@
+"""Notices what the program writes to parameters between two runs past torch's version counter, as by ``p.data.clamp_``.
+
+Such a write reaches replica 0's tensor only. At the end of a run the replicas hold equal bits; what replica 0 holds
+otherwise when the next run starts was written in between, and is copied to the others. All tensors are looked at as
+long as that takes less than one hundredth of the time of the runs, else as many as that time allows, in turn. Once a
+write was found, all of them are looked at in every run.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+
+from torchstrategy.errors import DivergenceError
+from torchstrategy.log import info_once
+from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.divergence import differences_between_copies
+from torchstrategy.replicas.variables import Variable
+
+__all__ = ["OutsideEdits"]
+
+#: Which part of the time of the runs the search may take, beyond the first part.
+_SHARE = 0.01
+#: Small tensors are looked at together, so many and up to so many elements; large ones in ranges of elements.
+_PART_TENSORS = 16
+_PART_NUMBERS = 1 << 15
+_RANGE_NUMBERS = 1 << 18
+#: After so many times that all were looked at, the list of tensors is made anew.
+_NUM_ROUNDS = 16
+
+
+class _Part(NamedTuple):
+    """Some tensors on every replica, or a range of the elements of one."""
+
+    members: list[tuple[weakref.ref[Tensor], ...]]
+    start: int
+    stop: int
+
+    def columns(self) -> list[list[Tensor]]:
+        """Return the tensors that the program still has, each on every replica."""
+        return [found for found in map(_living, self.members) if found]
+
+
+class _Watched(NamedTuple):
+    """A part that was equal on all replicas when a run ended, and what else tells of writes to replica 0's tensors."""
+
+    part: _Part
+    states: list[tuple[int, int, int]]
+
+    def columns(self) -> list[list[Tensor]]:
+        """Return the tensors of which torch tells nothing new."""
+        states = set(self.states)
+        return [column for column in self.part.columns() if _state(column[0]) in states]
+
+
+class OutsideEdits:
+    """Looks for writes to replica 0's tensors that no version tells of.
+
+    Args:
+        slots: returns where the parameters and buffers live.
+        name: says which replica a local id is.
+    """
+
+    def __init__(self, slots: Callable[[], list[Slot]], name: Callable[[int], str]) -> None:
+        self._slots = slots
+        self._name = name
+        self._parts: list[_Part] = []
+        self._position = 0
+        self._num_rounds = 0
+        self._watched: list[_Watched] = []
+        self._credit = 0.0
+        self._has_found = False
+
+    def before_run(self) -> None:
+        """Give the other replicas what was written to replica 0's tensors since ``after_run``."""
+        if not self._watched:
+            return
+        start = time.perf_counter()
+        watched, self._watched = self._watched, []
+        found: list[list[Tensor]] = []
+        for entry in watched:
+            columns = entry.columns()
+            if columns and not _are_equal(entry.part, columns):
+                found += [column for column in columns if not _are_equal(entry.part, [column])]
+        if found:
+            self._follow(found)
+        self._credit -= time.perf_counter() - start
+
+    def after_run(self, seconds: float) -> None:
+        """Look at some tensors, which are to be equal on all replicas, and remember to do so before the next run.
+
+        Args:
+            seconds: how long the run took.
+
+        Raises:
+            DivergenceError: a parameter differs between the replicas.
+        """
+        self._credit = min(self._credit, 0.0) + _SHARE * seconds
+        start = time.perf_counter()
+        limit = start + self._credit / 2  # it takes as long once more when the next run starts
+        num_parts = 0
+        while num_parts == 0 or (num_parts < len(self._parts) and (self._has_found or time.perf_counter() < limit)):
+            part = self._next()
+            num_parts += 1
+            columns = part.columns()
+            if columns and _are_equal(part, columns):
+                self._watched.append(_Watched(part, [_state(column[0]) for column in columns]))
+            for column in columns if len(self._watched) < num_parts else ():
+                self._refuse_divergence(column)
+        self._credit -= time.perf_counter() - start
+
+    def _next(self) -> _Part:
+        if self._position == len(self._parts):
+            if self._num_rounds % _NUM_ROUNDS == 0:
+                self._parts = _parts_of(self._slots()) or [_Part([], 0, 0)]
+            self._num_rounds += 1
+            self._position = 0
+        self._position += 1
+        return self._parts[self._position - 1]
+
+    def forget(self) -> None:
+        """Expect nothing of the tensors: after a run that failed they may differ."""
+        self._watched = []
+
+    def _follow(self, found: list[list[Tensor]]) -> None:
+        """Copy to the other replicas what was written to replica 0's tensors."""
+        if not self._has_found:  # others may have been written to that were not looked at
+            info_once(
+                f"A tensor of shape {tuple(found[0][0].shape)} was written to past torch's version counter, as by "
+                "`.data`, between two runs. The other replicas of this process follow. Writing to the tensor itself, "
+                "inside `with torch.no_grad():`, is noticed without a search."
+            )
+            columns = [column for part in _parts_of(self._slots()) for column in part.columns()]
+            found = [*found, *(column for column in columns if isinstance(column[0], nn.Parameter))]
+        self._has_found = True
+        with torch.no_grad():
+            for first, *others in found:
+                for other in others:
+                    other.copy_(first)
+
+    def _refuse_divergence(self, tensors: Sequence[Tensor]) -> None:
+        name = next((name for dicts, name in self._slots() if dicts[0].get(name) is tensors[0]), "")
+        slot = (tuple({name: tensor} for tensor in tensors), name)
+        found = differences_between_copies([slot], self._name)  # none of a buffer, which may differ until a step
+        if found:
+            raise DivergenceError(
+                f"After the run, {' '.join(found[0])}. Either the replicas applied different updates: use "
+                "`optimizer.step()`, which sums the gradients, and do not change parameters by values that differ "
+                "between replicas. Or the program wrote to `parameter.data` outside `run`, which reaches replica 0 "
+                "only: write to the parameter itself, inside `with torch.no_grad():`."
+            )
+
+
+def _parts_of(slots: Sequence[Slot]) -> list[_Part]:
+    parts: list[_Part] = []
+    open_parts: dict[tuple[torch.dtype, bool], tuple[_Part, int]] = {}
+    for dicts, name in slots:
+        tensors = [own[name] for own in dicts if _can_compare(own.get(name))]
+        if len(tensors) < len(dicts) or len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+            continue
+        members, count = tuple(weakref.ref(tensor) for tensor in tensors), tensors[0].numel()
+        if count > _PART_NUMBERS:
+            size = _RANGE_NUMBERS if all(tensor.is_contiguous() for tensor in tensors) else count
+            parts += [_Part([members], start, min(start + size, count)) for start in range(0, count, size)]
+            continue
+        key = (tensors[0].dtype, isinstance(tensors[0], nn.Parameter))  # buffers may differ
+        part, filled = open_parts.get(key, (None, 0))
+        if part is None or filled + count > _PART_NUMBERS or len(part.members) == _PART_TENSORS:
+            part, filled = _Part([], 0, _PART_NUMBERS), 0
+            parts.append(part)
+        part.members.append(members)
+        open_parts[key] = (part, filled + count)
+    return parts
+
+
+def _state(tensor: Tensor) -> tuple[int, int, int]:
+    return id(tensor), tensor._version, tensor.data_ptr()
+
+
+def _can_compare(tensor: object) -> bool:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, Variable):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_inference() and tensor.device.type != "meta"
+
+
+def _living(references: Sequence[weakref.ref[Tensor]]) -> list[Tensor]:
+    found = [tensor for tensor in (reference() for reference in references) if tensor is not None]
+    return found if len(found) == len(references) else []
+
+
+def _are_equal(part: _Part, columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Say whether all replicas hold the same bits in a part; not-a-number equals itself.
+
+    Args:
+        part: the part.
+        columns: its tensors, or some of them, each on every replica.
+    """
+    first, *others = (_flat(part, row) for row in zip(*columns, strict=True))
+    for other in others:
+        here = other if other.device == first.device else other.to(first.device)
+        if not torch.equal(first, here) and not torch.allclose(first, here, rtol=0.0, atol=0.0, equal_nan=True):
+            return False
+    return True
+
+
+def _flat(part: _Part, tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) > 1:
+        with torch.no_grad():
+            return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return, no-untyped-call]
+    (tensor,) = tensors
+    return tensor if tensor.numel() <= part.stop - part.start else tensor.detach().view(-1)[part.start : part.stop]

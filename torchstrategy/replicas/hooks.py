@@ -1,0 +1,165 @@
+"""What belongs to recorded objects and parameters beside their values: hooks, and attributes of parameters.
+
+What a run registers or sets is its replica's own; everything else belongs to all replicas. The program reaches replica
+0's only, by ``register_...`` outside ``run``, by the handles that it has kept, and by the parameters themselves. What
+it adds there or removes reaches the other replicas when the next run starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from torchstrategy.replicas.snapshots import snapshot
+
+__all__ = [
+    "Belongings",
+    "Hooks",
+    "belongings_of",
+    "copy_parameter_hooks",
+    "num_registrations",
+    "own_hook",
+    "push_belongings",
+]
+
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OWN = "_ts_is_own_hook"
+
+
+def num_registrations() -> int:
+    """Return how many hooks of modules and tensors were registered in this process: while it stays, none is new."""
+    return RemovableHandle.next_id
+
+
+class Belongings(NamedTuple):
+    """What a parameter has beside its values: the keys of its hooks of each kind, and its attributes."""
+
+    hooks: tuple[tuple[Any, ...], ...]
+    attributes: Any
+
+
+class Hooks:
+    """The hooks of one recorded object on every replica.
+
+    Args:
+        bodies: the replicas' objects.
+    """
+
+    def __init__(self, bodies: Sequence[Any]) -> None:
+        self._bodies = bodies
+        self._kinds = [
+            [body.__dict__[name] for body in bodies]
+            for name, value in bodies[0].__dict__.items()
+            if "hook" in name and isinstance(value, dict)
+        ]
+        self._noted: tuple[tuple[Any, ...], ...] = ()
+        self.note()
+
+    def note(self) -> None:
+        """Take replica 0's hooks as known to all replicas."""
+        self._noted = tuple([tuple(dicts[0]) for dicts in self._kinds])
+
+    def push(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
+        """Add to the other replicas' hooks what was added to replica 0's since ``note``, and remove what was removed.
+
+        Args:
+            values_for: returns what a hook is on each replica.
+        """
+        now = tuple([tuple(dicts[0]) for dicts in self._kinds])
+        if now == self._noted:
+            return
+        for dicts, before, after in zip(self._kinds, self._noted, now, strict=True):
+            if before != after:
+                for i, own in enumerate(dicts[1:], 1):
+                    _follow(own, before, dicts[0], functools.partial(_value_on, values_for, i))
+        for body in self._bodies[1:]:  # which modules note beside their hooks
+            if "_is_full_backward_hook" in body.__dict__:
+                body._is_full_backward_hook = self._bodies[0]._is_full_backward_hook
+        self._noted = now
+
+
+def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Say that a hook of a parameter is for one replica's copy only."""
+    setattr(hook, _OWN, True)
+    return hook
+
+
+def copy_parameter_hooks(parameter: Tensor, copied: Tensor) -> None:
+    """Give a replica's copy of a parameter the hooks of the program's, in dictionaries of its own."""
+    for name in _OF_PARAMETERS:
+        hooks = getattr(parameter, name)
+        if hooks:
+            setattr(copied, name, OrderedDict((key, hook) for key, hook in hooks.items() if not _is_own(hook)))
+
+
+def belongings_of(parameter: Tensor) -> Belongings:
+    """Return what a parameter has beside its values."""
+    first, second = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    attributes = parameter.__dict__
+    return Belongings(
+        (tuple(first) if first else (), tuple(second) if second else ()), snapshot(attributes) if attributes else {}
+    )
+
+
+def push_belongings(
+    copies: Sequence[Tensor], before: Belongings, now: Belongings, values_for: Callable[[Any], Sequence[Any]]
+) -> None:
+    """Let the other replicas' copies of a parameter follow a change of replica 0's hooks and attributes.
+
+    Args:
+        copies: one for each replica.
+        before: what ``belongings_of`` has returned for replica 0's.
+        now: what it returns.
+        values_for: returns what a value is on each replica.
+    """
+    for name, known, keys in zip(_OF_PARAMETERS, before.hooks, now.hooks, strict=True):
+        if keys != known:
+            for copied in copies[1:]:
+                if getattr(copied, name) is None:
+                    setattr(copied, name, OrderedDict())
+                _follow(getattr(copied, name), known, getattr(copies[0], name) or {}, lambda hook: hook)
+    if before.attributes != now.attributes:
+        for copied, attributes in zip(copies[1:], values_for(dict(copies[0].__dict__))[1:], strict=True):
+            copied.__dict__.clear()
+            copied.__dict__.update(attributes)
+
+
+def _is_own(hook: Any) -> bool:
+    return hasattr(hook, _OWN)
+
+
+def _value_on(values_for: Callable[[Any], Sequence[Any]], local_id: int, hook: Any) -> Any:
+    return values_for(hook)[local_id]
+
+
+def _follow(own: dict[Any, Any], before: Sequence[Any], first: dict[Any, Any], copied: Callable[[Any], Any]) -> None:
+    """Make the changes to a replica's hooks that replica 0's have gone through.
+
+    Args:
+        own: the replica's hooks, which are what they were.
+        before: the keys of replica 0's hooks before.
+        first: replica 0's hooks.
+        copied: returns what a hook is on the replica.
+    """
+    # Hooks that both have registered in a run have other keys, but stand in the same order; so have the library's.
+    keys = tuple(own) if len(own) == len(before) else before
+    counterparts = dict(zip(before, keys, strict=True))
+    ours = ([key for key, hook in hooks.items() if _is_own(hook)] for hooks in (first, own))
+    counterparts.update(zip(*ours, strict=False))
+    for key in before:
+        if key not in first:
+            own.pop(counterparts[key], None)
+    order = []
+    for key, hook in first.items():
+        mine = counterparts.get(key, key)
+        if key not in counterparts:
+            own[mine] = copied(hook)
+        order.append(mine)
+    for key in [*order, *(key for key in own if key not in order)]:
+        if key in own:
+            own[key] = own.pop(key)
