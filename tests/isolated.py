@@ -98,6 +98,7 @@ def main(arguments: list[str]) -> int:
     files = sorted(
         files_of(paths or FOLDERS, options.markers), key=lambda file: -Path(file.partition("::")[0]).stat().st_size
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has taken from what runs beside it
     _start_server()
     torch.set_num_threads(1)
     start = time.monotonic()

@@ -12,7 +12,7 @@ from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["DivergenceCheck", "difference", "differences_between_copies"]
+__all__ = ["DivergenceCheck", "describe_divergence", "difference", "differences_between_copies"]
 
 #: In parts of a tensor's largest element. Adam turns rounding of tiny gradients into changes that are far larger than
 #: the rounding of the element they change: 6e-7 was seen in half precision, for elements of at most 0.04.
@@ -76,15 +76,29 @@ class DivergenceCheck:
         """
         found = differences_between_copies(self._slots, self._name)
         if found:
-            raise DivergenceError(
-                f"After the run, {' '.join(found[0])}. Every replica must apply the same update: use "
-                "`optimizer.step()`, which sums the gradients, and do not change parameters by values that differ "
-                "between replicas."
-            )
+            raise DivergenceError(describe_divergence(*found[0]))
 
 
-def differences_between_copies(slots: Sequence[Slot], name_of: Callable[[int], str]) -> list[tuple[str, str]]:
-    """Return which parameters differ between the replicas of this process, and how.
+def describe_divergence(name: str, shape: Sequence[int], text: str) -> str:
+    """Return what to say of a parameter that differs between the replicas of this process after a run.
+
+    Args:
+        name: the parameter's.
+        shape: its shape.
+        text: between which replicas it differs, and how.
+    """
+    return (
+        f"After the run, parameter {name!r} (shape {tuple(shape)}) differs between {text}. Either the replicas applied "
+        "different updates: use `optimizer.step()`, which sums the gradients, and do not change parameters by values "
+        "that differ between replicas. Or the program wrote to `parameter.data` outside `run`, which reaches replica 0 "
+        "only: write to the parameter itself, inside `with torch.no_grad():`."
+    )
+
+
+def differences_between_copies(
+    slots: Sequence[Slot], name_of: Callable[[int], str]
+) -> list[tuple[str, torch.Size, str]]:
+    """Return the names and shapes of the parameters that differ between the replicas of this process, and how.
 
     Args:
         slots: where the parameters and buffers live.
@@ -98,8 +112,7 @@ def differences_between_copies(slots: Sequence[Slot], name_of: Callable[[int], s
         for other, own in enumerate(dicts[1:], 1):
             text = difference(first, own[name])
             if text is not None:
-                where = f"differs between {name_of(0)} and {name_of(other)} {text}"
-                found.append((f"parameter {name!r} (shape {tuple(first.shape)})", where))
+                found.append((name, first.shape, f"{name_of(0)} and {name_of(other)} {text}"))
     return found
 
 

@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors
 from torchstrategy.errors import DivergenceError
 from torchstrategy.log import info_once
 from torchstrategy.replicas.clone import Slot
-from torchstrategy.replicas.divergence import differences_between_copies
+from torchstrategy.replicas.divergence import describe_divergence, differences_between_copies
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["OutsideEdits"]
@@ -149,12 +149,7 @@ class OutsideEdits:
         slot = (tuple({name: tensor} for tensor in tensors), name)
         found = differences_between_copies([slot], self._name)  # none of a buffer, which may differ until a step
         if found:
-            raise DivergenceError(
-                f"After the run, {' '.join(found[0])}. Either the replicas applied different updates: use "
-                "`optimizer.step()`, which sums the gradients, and do not change parameters by values that differ "
-                "between replicas. Or the program wrote to `parameter.data` outside `run`, which reaches replica 0 "
-                "only: write to the parameter itself, inside `with torch.no_grad():`."
-            )
+            raise DivergenceError(describe_divergence(*found[0]))
 
 
 def _parts_of(slots: Sequence[Slot]) -> list[_Part]:

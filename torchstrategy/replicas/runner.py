@@ -10,7 +10,6 @@ end, as they would in processes of their own. So all of them have made a step, o
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import os
@@ -138,8 +137,7 @@ class Runner:
         self._others: Sequence[_ReplicaThread] = ()  # those that a merge point of this run has started
         self._failure: BaseException | None = None
         self._abandoned = False
-        #: How many replicas have had a turn on the caller's thread, and whether the last of them has raised.
-        self._num_begun = 0
+        #: Whether a replica on the caller's thread has raised.
         self._has_raised = False
         self._threads: list[_ReplicaThread] = []
         self._process = os.getpid()
@@ -161,7 +159,7 @@ class Runner:
             RuntimeError: the replicas reached different numbers or kinds of merge points.
         """
         self._tasks, self._name, self._others, self._failure, self._abandoned = tasks, name, (), None, False
-        self._num_begun, self._has_raised = 0, False
+        self._has_raised = False
         try:
             if self._concurrent:
                 self._start()
@@ -200,7 +198,6 @@ class Runner:
     def _turn_here(self, local_id: int) -> Any:
         """Run a replica on this thread to its end."""
         failed = True
-        self._num_begun += 1
         self._turns.starts(local_id)
         self.current = None if self._concurrent else local_id
         try:
@@ -220,13 +217,13 @@ class Runner:
             self._turns.ends(local_id, failed=failed)
 
     def _let_others_follow(self) -> None:
-        """Let the others come to where a replica on this thread has raised; their own errors don't count."""
+        """Let the others use what the last merge point gave to all; their own errors don't count.
+
+        As in tf, replicas that have not begun do not begin.
+        """
         for thread in self._others:
             if not thread.done:
                 self._give_turn(thread)
-        for local_id in range(self._num_begun, 0 if self._others else self._num_replicas):
-            with contextlib.suppress(Exception):
-                self._turn_here(local_id)
 
     def _merge_here(self, local_id: int, request: MergeRequest) -> Any:
         """Wait until the others are at their merge points, and merge; an error unwinds this replica first."""

@@ -187,13 +187,14 @@ class ThreadedHosting(Hosting):
         """
         if self._failed is None:
             return
-        found = [f"{name} {text}" for name, text in differences_between_copies(self._set.slots(), self._name)]
+        found = differences_between_copies(self._set.slots(), self._name)
         if found:
+            name, shape, text = found[0]
             raise DivergenceError(
                 f"The previous run failed ({type(self._failed).__name__}: {self._failed}) when some replicas had come "
-                f"further than others: {found[0]} ({len(found)} differ). Restore the model and the optimizer, by a "
-                "checkpoint or `load_state_dict`, before the next run; or let the function raise on all replicas at "
-                "the same point."
+                f"further than others: parameter {name!r} (shape {tuple(shape)}) differs between {text} ({len(found)} "
+                "do). Restore the model and the optimizer, by a checkpoint or `load_state_dict`, before the next run; "
+                "or let the function raise on all replicas at the same point."
             ) from self._failed
         self._failed = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -123,10 +124,12 @@ def _load(name: str, content: Mapping[str, Any], tensors: dict[int, Tensor], pat
     try:
         return _Unpickler(io.BytesIO(content["pickles"][name]), content["tensors"], tensors).load()
     except (AttributeError, ImportError) as error:
+        # Of a program that is run by `python -m`, the module shows by another name.
+        is_of_main = "__main__" in str(error) or repr(sys.modules["__main__"]) in str(error)
         hint = (
             " It was defined in the program that saved the model (__main__), which is another one now: move it to a "
             "module that both programs import."
-            if "__main__" in str(error)
+            if is_of_main
             else " Make its module importable here, under the same name."
         )
         raise ImportError(
