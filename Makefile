@@ -11,7 +11,7 @@ XLA_RUN = $(XLA_VENV)/bin/python
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
-	@echo "make test       run the tests (not the slow ones) in two processes"
+	@echo "make test       run the tests (not the slow ones), two files at a time, each in a process of its own"
 	@echo "make test-slow  run the slow tests"
 	@echo "make test-gpu   run the tests that need a GPU, where there is one"
 	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
@@ -26,10 +26,10 @@ demo: $(VENV)/.recipes
 	$(RUN) recipes/custom_loop.py strategy=mirrored 'strategy.devices=[cpu:0,cpu:1]'
 
 test: $(VENV)/.dev
-	$(RUN) -m pytest -n 2 -m "not slow"
+	$(RUN) -m tests.isolated -j 2 -m "not slow"
 
 test-slow: $(VENV)/.dev
-	$(RUN) -m pytest -n 2 -m slow
+	$(RUN) -m tests.isolated -j 2 -m slow
 
 test-gpu: $(VENV)/.dev
 	@count=$$($(RUN) -c 'import torch; print(torch.cuda.device_count())') && \

@@ -3,7 +3,8 @@
 Such a write reaches replica 0's tensor only. At the end of a run the replicas hold equal bits; what replica 0 holds
 otherwise when the next run starts was written in between, and is copied to the others. All tensors are looked at as
 long as that takes less than one hundredth of the time of the runs, else as many as that time allows, in turn. Once a
-write was found, all of them are looked at in every run.
+write was found, all of them are looked at in every run. The first parameters are looked at whatever it takes, so that
+a small model does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ _SHARE = 0.01
 _PART_TENSORS = 16
 _PART_NUMBERS = 1 << 15
 _RANGE_NUMBERS = 1 << 18
-#: After so many times that all were looked at, the list of tensors is made anew.
-_NUM_ROUNDS = 16
+#: The list of tensors is made anew after so many runs.
+_NUM_RUNS_OF_LIST = 64
+#: After so many runs another part than the first is looked at, whatever time it takes.
+_NUM_RUNS_BETWEEN = 8
 
 
 class _Part(NamedTuple):
@@ -72,7 +75,7 @@ class OutsideEdits:
         self._name = name
         self._parts: list[_Part] = []
         self._position = 0
-        self._num_rounds = 0
+        self._num_runs = 0
         self._watched: list[_Watched] = []
         self._credit = 0.0
         self._has_found = False
@@ -104,25 +107,31 @@ class OutsideEdits:
         self._credit = min(self._credit, 0.0) + _SHARE * seconds
         start = time.perf_counter()
         limit = start + self._credit / 2  # it takes as long once more when the next run starts
-        num_parts = 0
-        while num_parts == 0 or (num_parts < len(self._parts) and (self._has_found or time.perf_counter() < limit)):
-            part = self._next()
-            num_parts += 1
-            columns = part.columns()
-            if columns and _are_equal(part, columns):
-                self._watched.append(_Watched(part, [_state(column[0]) for column in columns]))
-            for column in columns if len(self._watched) < num_parts else ():
-                self._refuse_divergence(column)
+        self._num_runs += 1
+        if self._num_runs % _NUM_RUNS_OF_LIST == 1:
+            self._parts = _parts_of(self._slots())
+        if self._parts:
+            self._look_at(self._parts[0])
+        must_look = self._num_runs % _NUM_RUNS_BETWEEN == 0
+        for _ in self._parts[1:]:
+            if not (must_look or self._has_found or time.perf_counter() < limit):
+                break
+            must_look = False
+            self._position = self._position % (len(self._parts) - 1) + 1
+            self._look_at(self._parts[self._position])
         self._credit -= time.perf_counter() - start
 
-    def _next(self) -> _Part:
-        if self._position == len(self._parts):
-            if self._num_rounds % _NUM_ROUNDS == 0:
-                self._parts = _parts_of(self._slots()) or [_Part([], 0, 0)]
-            self._num_rounds += 1
-            self._position = 0
-        self._position += 1
-        return self._parts[self._position - 1]
+    def _look_at(self, part: _Part) -> None:
+        columns = part.columns()
+        if columns and _are_equal(part, columns):
+            self._watched.append(_Watched(part, [_state(column[0]) for column in columns]))
+        else:
+            for column in columns:
+                self._refuse_divergence(column)
+
+    def renew(self) -> None:
+        """Look at new modules too."""
+        self._num_runs = 0
 
     def forget(self) -> None:
         """Expect nothing of the tensors: after a run that failed they may differ."""
@@ -171,7 +180,7 @@ def _parts_of(slots: Sequence[Slot]) -> list[_Part]:
             parts.append(part)
         part.members.append(members)
         open_parts[key] = (part, filled + count)
-    return parts
+    return sorted(parts, key=lambda part: not isinstance(part.members[0][0](), nn.Parameter))
 
 
 def _state(tensor: Tensor) -> tuple[int, int, int]:

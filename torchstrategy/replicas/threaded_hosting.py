@@ -104,6 +104,8 @@ class ThreadedHosting(Hosting):
                 take_initial_values(new, self._workers)
             self._streams.hold(new)
             self._set.adopt(new)
+            if any(isinstance(obj, torch.nn.Module) for obj in new):
+                self._edits.renew()
             parameters = [dicts[0].get(name) for dicts, name in self._set.slots()]
             num_bytes = sum(p.numel() * p.element_size() for p in parameters if isinstance(p, torch.nn.Parameter))
             self._cores.are_used_by_merges = num_bytes >= _BYTES_FOR_ALL_CORES
