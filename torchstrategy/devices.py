@@ -45,6 +45,10 @@ class Placement:
         """Ids of the replicas of this process."""
         return range(self.first_replica, self.first_replica + self.num_local)
 
+    def name_of(self, local_id: int) -> str:
+        """Return what to call a local replica in messages."""
+        return f"replica {self.first_replica + local_id} on {self.devices[local_id]}"
+
 
 def canonical_device(name: str | torch.device) -> torch.device:
     """Return the device for a tf-style or torch-style name.

@@ -24,6 +24,7 @@ from torchstrategy.errors import DeadlineExceededError, DisagreementError, Unava
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.summer import GradientSummer
+from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.gradients.watching import watched
 from torchstrategy.log import info_once, set_rank, show_info
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
@@ -441,6 +442,29 @@ class Strategy:
         self._take_up_new()
         if self.num_replicas_in_sync > 1:
             self.gradient_summer.sync_buffers()
+
+    def check_sync(self) -> None:
+        """Compare all that replicas hold alike, on every process. Cross-replica context only; every process calls it.
+
+        That is the parameters, the buffers that nothing has changed since they were synchronised, and the optimizers'
+        state and hyper-parameters. Bits are compared first; where they differ by no more than rounding, that is logged.
+
+        Raises:
+            DivergenceError: something differs; the message names all of it, between which replicas and by how much.
+            DisagreementError: the processes have made different modules or optimizers.
+            RuntimeError: called inside ``run``.
+
+        Example:
+            >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(2, 1)
+            >>> strategy.check_sync()
+        """
+        self._require_cross_replica()
+        self._take_up_new()
+        if self.num_replicas_in_sync > 1:
+            self.hosting.catch_up()
+            check_sync(self.record, self.hosting, self._buffers, self.workers, self.placement.name_of)
 
     def _check_options(self, options: RunOptions) -> None:
         """Check the options of a call of ``run``."""

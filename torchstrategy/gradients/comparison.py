@@ -41,7 +41,7 @@ def compare_between_ranks(tensors: Sequence[Tensor], workers: WorkerGroup, name:
         k, text = next(iter(large.items()))
         more = f" {len(large) - 1} more of {len(tensors)} do." if len(large) > 1 else ""
         raise DivergenceError(
-            f"{name(k)} (shape {tuple(tensors[k].shape)}) differs between the ranks before its gradients are summed: "
+            f"{name(k)} differs between the ranks before its gradients are summed: "
             f"{text}.{more} Every rank must change parameters in the same way: load weights on all ranks, not on the "
             "chief only."
         )

@@ -27,6 +27,7 @@ from torchstrategy.gradients.early import EarlyReport, EarlySums
 from torchstrategy.gradients.ledger import GradientLedger, State
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
 from torchstrategy.gradients.plan import Plan, Plans, describe_layout
+from torchstrategy.gradients.sync_check import names_of
 from torchstrategy.log import warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
@@ -283,7 +284,7 @@ class GradientSummer:
         if self._dense.low_rank is not None and any(row.low_rank != record.low_rank for row in records):
             self._dense.low_rank.forget(firsts)
         if plan is not None and (plan.num_sums < 2 or (plan.num_sums + 1) % self._check_every == 0):
-            compare_between_ranks(firsts, self._workers, "Parameter {} of an optimizer".format)
+            compare_between_ranks(firsts, self._workers, lambda k: names_of(self._buffers.record, firsts)[k])
         return records
 
     def _take_early(

@@ -29,7 +29,7 @@ class BufferSync:
     """
 
     def __init__(self, record: Record, slots: Callable[[], list[Slot]]) -> None:
-        self._record = record
+        self.record = record
         self._slots = slots
         self._stamps: dict[int, tuple[Any, ...]] = {}
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
@@ -54,7 +54,7 @@ class BufferSync:
         ]
         if number == 0 or not found:
             return found
-        state = (self._record.num_added, *(id(dicts[0]) for dicts, _ in found))
+        state = (self.record.num_added, *(id(dicts[0]) for dicts, _ in found))
         known = self._of_plan.get(number)
         if known is None or known[0] != state:
             known = self._of_plan[number] = (state, self._trained_by(parameters))
@@ -66,7 +66,7 @@ class BufferSync:
         A module's buffers go with its own and its children's parameters; if it has none, with those of the modules
         that contain it, the closest first.
         """
-        recorded = [bodies(obj)[0] for obj in self._record if isinstance(obj, (nn.Module, Optimizer))]
+        recorded = [bodies(obj)[0] for obj in self.record if isinstance(obj, (nn.Module, Optimizer))]
         groups = [group for obj in recorded if isinstance(obj, Optimizer) for group in obj.param_groups]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         own = set(map(id, parameters))

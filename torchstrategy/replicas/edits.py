@@ -82,12 +82,16 @@ class OutsideEdits:
 
     def before_run(self) -> None:
         """Give the other replicas what was written to replica 0's tensors since ``after_run``."""
+        self.catch_up()
+        self._watched = []
+
+    def catch_up(self) -> None:
+        """Do so, and go on looking."""
         if not self._watched:
             return
         start = time.perf_counter()
-        watched, self._watched = self._watched, []
         found: list[list[Tensor]] = []
-        for entry in watched:
+        for entry in self._watched:
             columns = entry.columns()
             if columns and not _are_equal(entry.part, columns):
                 found += [column for column in columns if not _are_equal(entry.part, [column])]

@@ -56,6 +56,9 @@ class Hosting(Protocol):
     def leave_scope(self) -> None:
         """Prepare what the scope recorded for use before the first run."""
 
+    def catch_up(self) -> None:
+        """Let the other replicas of this process have what was changed outside ``run``."""
+
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer of the recorded modules lives, on each local replica."""
 
@@ -169,6 +172,10 @@ class DirectHosting(Hosting):
         for name, method in outside_methods(type(obj)).items():
             if not isinstance(obj.__dict__.get(name), OutsideCall):
                 obj.__dict__[name] = OutsideCall(self._strategy, obj, name, method)
+
+    @override
+    def catch_up(self) -> None:
+        pass
 
     @override
     def slots(self) -> list[Slot]:

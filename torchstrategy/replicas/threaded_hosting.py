@@ -67,8 +67,8 @@ class ThreadedHosting(Hosting):
         self._cores = _Cores(len(placement.devices))
         if concurrent and sum(device.type == "cpu" for device in placement.devices) > 1:
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
-        self._check = DivergenceCheck(check_every, self._name)
-        self._edits = OutsideEdits(self._set.slots, self._name)
+        self._check = DivergenceCheck(check_every, self._placement.name_of)
+        self._edits = OutsideEdits(self._set.slots, self._placement.name_of)
         #: The error of the last run, if it failed: the replicas may not have come equally far.
         self._failed: BaseException | None = None
         self._runners: list[Runner] = []
@@ -119,6 +119,12 @@ class ThreadedHosting(Hosting):
         pass  # until the first run there is one object in this process
 
     @override
+    def catch_up(self) -> None:
+        self._edits.catch_up()
+        self._set.before_run()
+        self._set.after_run()
+
+    @override
     def slots(self) -> list[Slot]:
         return self._set.slots()
 
@@ -155,7 +161,7 @@ class ThreadedHosting(Hosting):
         self._depth += 1
         start = time.perf_counter()
         try:
-            results = runner.run(tasks, self._name)
+            results = runner.run(tasks, self._placement.name_of)
             if outermost:
                 self._end_outermost(time.perf_counter() - start)
         except BaseException as error:
@@ -189,7 +195,7 @@ class ThreadedHosting(Hosting):
         """
         if self._failed is None:
             return
-        found = differences_between_copies(self._set.slots(), self._name)
+        found = differences_between_copies(self._set.slots(), self._placement.name_of)
         if found:
             name, shape, text = found[0]
             raise DivergenceError(
@@ -273,9 +279,6 @@ class ThreadedHosting(Hosting):
                 return fn(*args, **kwargs)
         finally:
             pop_frame(frame)
-
-    def _name(self, local_id: int) -> str:
-        return f"replica {self._placement.first_replica + local_id} on {self._placement.devices[local_id]}"
 
 
 class _Turns:
