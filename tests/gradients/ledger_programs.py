@@ -4,6 +4,7 @@ Each has a net of one weight, which begins at 0, an optimizer with a rate of 1, 
 """
 
 import warnings
+from unittest import mock
 
 import torch
 
@@ -368,3 +369,25 @@ def added_to_what_was_made_of_a_sum(model, optimizer, loss, run):
     model.weight.grad = model.weight.grad * 0.5
     loss().backward()
     optimizer.step()
+
+
+def captures_a_step():
+    """Step while torch says that a graph is being captured; no GPU is needed to be asked."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        with (
+            mock.patch("torch.cuda.is_initialized", return_value=True),
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        ):
+            optimizer.step()
+
+    try:
+        strategy.run(step)
+    except RuntimeError as error:
+        return str(error)
+    return ""

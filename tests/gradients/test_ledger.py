@@ -136,3 +136,10 @@ def test_the_program_may_replace_a_function_of_torch_in_run(monkeypatch):
         assert len(calls) == 4
     finally:
         torch.autograd.backward = original
+
+
+def test_a_captured_step_of_several_processes_is_refused(process_pool):
+    for text in process_pool(2).run(programs.captures_a_step):
+        assert re.search(
+            r"A CUDA graph is being captured at ledger_programs.py:\d+ .*Capture forward and backward", text
+        )

@@ -263,6 +263,12 @@ class GradientSummer:
     def _exchange(self, record: _Record, plan: Plan | None, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
         if self._workers is None:
             return [record]
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"A CUDA graph is being captured at {call_site()}, where gradients are to be summed over processes. "
+                "A replayed graph could not ask the other ranks what they sum. Capture forward and backward only; "
+                "after the replay call `sum_gradients(optimizer, fresh=True)` and `optimizer.step()`."
+            )
         firsts = [column[0] for column in columns]
         operation = "the sum of gradients" if columns else "sync_buffers"
         records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
