@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchstrategy.layer_losses import losses_of
+from torchstrategy.names import snake_case
 from torchstrategy.nn import scale_regularization_loss
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy
@@ -42,7 +42,7 @@ class TrainableModule(nn.Module):
         self.__dict__[ATTRIBUTE] = Trainer(get_strategy())
         if module is not None:
             self.module = module
-        self.name = name if name is not None else _snake_case(type(self if module is None else module).__name__)
+        self.name = name if name is not None else snake_case(type(self if module is None else module).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with the ``x`` of a batch: a tensor, several in a tuple or list, or a dict of them."""
@@ -319,7 +319,3 @@ def _attribute_metrics(model: nn.Module) -> list[Any]:
 
     look(model)
     return found
-
-
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
