@@ -130,10 +130,12 @@ class TrainableModule(nn.Module):
             training: whether the model is trained or evaluated.
 
         Returns:
-            A scalar: the compiled loss, and the losses of layers and regularizers.
+            A scalar: the compiled loss, and the losses of layers and regularizers. Where the compiled loss has
+            ``reduction="none"``, the mean, whose gradient is that of the sum.
 
         Raises:
-            ValueError: there is no loss, or there are no labels for it.
+            ValueError: there is no loss, there are no labels for it, or it has ``reduction="none"`` and there are
+                losses of layers or regularizers.
         """
         trainer = trainer_of(self)
         loss: Tensor | None = None
@@ -146,6 +148,12 @@ class TrainableModule(nn.Module):
             loss = trainer.loss(y, y_pred, sample_weight)
         layers = trainer.layer_losses.of(self)
         if layers:
+            if loss is not None and trainer.loss is not None and trainer.loss.is_unreduced:
+                raise ValueError(
+                    f"{method}: a loss with reduction='none' leaves one number for each example, to which the losses "
+                    "of layers and regularizers can't be added. Give it reduction='sum', which has the same "
+                    "gradients, or leave the reduction out for the mean."
+                )
             scaled = scale_regularization_loss(torch.stack([value.sum() for value in layers]))
             loss = scaled if loss is None else loss + scaled
         if loss is None:
