@@ -166,7 +166,7 @@ def test_steps_without_a_batch_size_see_all_of_the_data(num, steps):
         def on_predict_batch_end(self, batch, logs=None):
             sizes.append(len(logs["outputs"]))
 
-    for given in (x, x.numpy(), torch.utils.data.TensorDataset(x, y), MapStyle(x, y)):
+    for given in (x, torch.utils.data.TensorDataset(x, y), MapStyle(x, y)):
         sizes.clear()
         model.predict(given, steps=steps, verbose=0, callbacks=[Recorder()])
         assert sizes == expected
