@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchstrategy.names import find
+from torchstrategy.names import find, snake_case
 
 KNOWN = {"mse": 1, "MeanSquaredError": 2, "mean_squared_error": 3}
 
@@ -23,3 +23,23 @@ def test_similar_names_are_listed():
         ValueError, match=r"Known names: MeanSquaredError, mean_squared_error, mse\. Or give a function\."
     ):
         find("zzz", KNOWN, "loss=", "Or give a function.")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("F1Score", "f1_score"),
+        ("R2Score", "r2_score"),
+        ("BLEU4Score", "bleu4_score"),
+        ("MeanIoU", "mean_io_u"),
+        ("AUC", "auc"),
+        ("TopKAccuracy", "top_k_accuracy"),
+        ("Conv2D", "conv2d"),
+        ("MyF1", "my_f1"),
+        ("HTTPError", "http_error"),
+        ("Top5Accuracy", "top5_accuracy"),
+        ("already_snake", "already_snake"),
+    ],
+)
+def test_classes_are_named_as_by_keras(name, expected):
+    assert snake_case(name) == expected

@@ -1,12 +1,13 @@
-"""Finds what a name such as ``"mse"`` stands for, and says what was probably meant if nothing does."""
+"""What a name such as ``"mse"`` stands for, what was probably meant if nothing does, and the names of classes."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
-__all__ = ["find"]
+__all__ = ["find", "snake_case"]
 
 _T = TypeVar("_T")
 
@@ -37,3 +38,14 @@ def find(name: str, known: Mapping[str, _T], argument: str, remedy: str) -> _T:
         f"Did you mean {' or '.join(map(repr, similar))}?" if similar else f"Known names: {', '.join(sorted(known))}."
     )
     raise ValueError(f"{argument}{name!r} is not known. {meant} {remedy}")
+
+
+def snake_case(name: str) -> str:
+    """Return a class's name as Keras writes it: ``MeanIoU`` is ``mean_io_u``, ``F1Score`` is ``f1_score``.
+
+    Args:
+        name: of the class.
+    """
+    name = re.sub(r"\W+", "", name)
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

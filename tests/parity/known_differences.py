@@ -33,7 +33,6 @@ KNOWN_DIFFERENCES = {
     r"6\.avg_sw\[int32,sw=0\.5,.*": "Weighted integer losses are not truncated",
     r"7\.apply_outside\.n[234]": "An optimizer steps inside run",
     r"7\.var_outside_scope\.n1": "One replica may train what was made outside the scope",
-    r"8\.fit_loss_none\..*": "A loss without a reduction is averaged",
     r"9\.(save|restore)_in_run\.n\d": "Checkpoints are saved and restored outside run",
 }
 

@@ -33,6 +33,8 @@ NOT_MEASURED = {
     "steps of an epoch": Program(reads="dataset", batch_size=4, steps_per_epoch=2),
     "regularized": Program(l2=0.1, batch_size=4, validation="data"),
     "sum": Program(reduction="sum", batch_size=3),
+    "no reduction": Program(reduction="none", batch_size=3),
+    "no reduction, sample weights": Program(reduction="none", batch_size=4, has_sample_weight=True),
     "mean with sample weight": Program(reduction="mean_with_sample_weight", has_sample_weight=True, batch_size=3),
 }
 

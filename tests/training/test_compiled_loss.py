@@ -219,10 +219,28 @@ def test_reductions(reduction, has_weights, num_replicas):
         total = each.sum() if weight is None else (each * weight).sum()
         if reduction == "sum":
             return total
+        if reduction == "none":  # the value is the mean's, the gradient the sum's
+            return total + (total / len(y) - total).detach()
         is_by_weight = reduction == "mean_with_sample_weight" and weight is not None
         return total / (weight.sum() if is_by_weight else len(y))
 
     assert_equal(found, in_plain_torch(reference, 2, tensors, 4))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_no_reduction_with_several_elements_and_ignored_classes(num_replicas):
+    tensors = (inputs(), class_ids().reshape(-1, 1).expand(-1, 3).contiguous())
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1, reduction="none")
+
+    def rows(y_pred):  # [batch, elements, classes]
+        return y_pred.unflatten(1, (3, CLASSES))
+
+    def reference(y_pred, y):
+        total = F.cross_entropy(y_pred.flatten(0, 1), y.flatten(), reduction="none", ignore_index=1).sum()
+        return total + (total / y.numel() - total).detach()  # as Keras: ignored elements are 0, and count
+
+    found = on_replicas(num_replicas, loss, 3 * CLASSES, tensors, 4, rows)
+    assert_equal(found, in_plain_torch(reference, 3 * CLASSES, tensors, 4, rows))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])

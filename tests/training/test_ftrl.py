@@ -179,3 +179,21 @@ def test_a_schedule_that_reaches_zero():
         optimizer.step()
     assert parameter.item() == 1
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_stays_to_be_seen(options, bad):
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = ts.optimizers.Ftrl([weight], **{"lr": 0.1, **options})
+    for gradient in (torch.tensor([bad, 1.0]), torch.ones(2)):
+        weight.grad = gradient
+        optimizer.step()
+        assert weight.isfinite().tolist() == [False, True]
+
+
+def test_a_sparse_gradient_that_is_no_number_stays_to_be_seen():
+    weight = nn.Parameter(torch.zeros(3, 1))
+    weight.grad = torch.sparse_coo_tensor([[0, 2]], [[math.nan], [1.0]], (3, 1), check_invariants=True)
+    ts.optimizers.Ftrl([weight], lr=0.1, l1_regularization_strength=0.1).step()
+    assert weight.isnan().flatten().tolist() == [True, False, False]

@@ -129,15 +129,57 @@ def test_evaluate_counts_each_example_once_and_predict_keeps_the_order(strategy)
     np.testing.assert_allclose(model.predict_on_batch(x[:2]), expected[:2].numpy(), rtol=0, atol=1e-12)
 
 
-def test_train_on_batch_goes_on_until_metrics_are_reset(strategy):
-    x, y = data(4)
-    model = made(strategy)
-    first = model.train_on_batch(x, y)
-    assert first == pytest.approx(nn.functional.mse_loss(linear()(x), y).item(), rel=1e-6)
-    second = model.train_on_batch(x, y, return_dict=True)
-    assert second["loss"] < first
-    model.reset_metrics()
-    assert model.test_on_batch(x, y) < second["loss"]
+def test_batches_alone_have_numbers_of_their_own(strategy):
+    x, y = data(6)
+    model = made(strategy, metrics=["mae"])
+    for rows in (slice(0, 4), slice(4, 6), slice(0, 6)):
+        for method in (model.train_on_batch, model.test_on_batch):
+            y_pred = model(x[rows])
+            expected = [nn.functional.mse_loss(y_pred, y[rows]).item(), nn.functional.l1_loss(y_pred, y[rows]).item()]
+            assert method(x[rows], y[rows]) == pytest.approx(expected, rel=1e-6)
+    assert model.metrics[1].result() == pytest.approx(expected[1], rel=1e-6)  # until the next call
+
+
+class MapStyle(torch.utils.data.Dataset):
+    """Examples that are read one by one."""
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns[0])
+
+    def __getitem__(self, index):
+        return tuple(column[index] for column in self.columns)
+
+
+@pytest.mark.parametrize("num", [1, 10, 101])
+@pytest.mark.parametrize("steps", [1, 3, 200])
+def test_steps_without_a_batch_size_see_all_of_the_data(num, steps):
+    x, y = data(num)
+    model = made(ts.get_strategy())
+    size = -(-num // steps)
+    expected = [min(size, num - start) for start in range(0, num, size)]
+    sizes = []
+
+    class Recorder(ts.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            sizes.append(len(logs["outputs"]))
+
+    for given in (x, torch.utils.data.TensorDataset(x, y), MapStyle(x, y)):
+        sizes.clear()
+        model.predict(given, steps=steps, verbose=0, callbacks=[Recorder()])
+        assert sizes == expected
+
+
+def test_steps_of_fit_and_its_validation_see_all_of_the_data(strategy):
+    x, y = data(100)
+    expected = made(strategy).fit(x, y, 10, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
+    settings = {"steps_per_epoch": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+    found = made(strategy).fit(x, y, **settings, validation_data=(x, y), validation_steps=2).history
+    assert {name: pytest.approx(values, rel=1e-6) for name, values in expected.items()} == found
+    found = made(strategy).fit(x, y, 10, validation_data=(x, y), validation_steps=2, **settings).history
+    assert found["val_loss"] != pytest.approx(expected["val_loss"], rel=1e-6)  # batch_size counts, and gives 20 of them
 
 
 class Doubled(ts.Model):

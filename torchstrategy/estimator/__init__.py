@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import typing
 
-if TYPE_CHECKING:
+from torchstrategy import later
+
+if typing.TYPE_CHECKING:
     from torchstrategy.estimator import experimental, export
     from torchstrategy.estimator.canned import (
         BaselineClassifier,
@@ -164,13 +165,8 @@ _NAMES = {
     "training_and_evaluation": ("train_and_evaluate",),
     "warm_start": ("VocabInfo", "WarmStartSettings"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-_NAME_SPACES = ("experimental", "export")
+_LATER = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+_LATER |= {name: f"{__name__}.{name}" for name in ("experimental", "export")}
 
-
-def __getattr__(name: str) -> Any:  # torchmetrics and torch.export take a second to import: only their users wait
-    if name in _NAME_SPACES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not typing.TYPE_CHECKING:  # torchmetrics and torch.export take a second to import: only their users wait
+    __getattr__, __dir__ = later.import_later(__name__, _LATER)

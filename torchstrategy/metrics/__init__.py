@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import typing
 
-if TYPE_CHECKING:
+from torchstrategy import later
+
+if typing.TYPE_CHECKING:
     from torchstrategy.metrics.auc import AUC
     from torchstrategy.metrics.base import Metric
     from torchstrategy.metrics.classification import (
@@ -83,10 +84,7 @@ _NAMES = {
         "RootMeanSquaredError",
     ),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_LATER = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:  # torchmetrics takes a second to import: only those who use it wait
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not typing.TYPE_CHECKING:  # torchmetrics takes a second to import: only those who use it wait
+    __getattr__, __dir__ = later.import_later(__name__, _LATER)

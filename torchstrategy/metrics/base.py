@@ -7,7 +7,6 @@ torchmetrics' names call tf's (``update`` calls ``update_state``, ``compute`` ca
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,11 @@ from torch import Tensor
 from torchstrategy import tree
 from torchstrategy.context import current_replica_context
 from torchstrategy.log import warn_once
+from torchstrategy.names import snake_case
 from torchstrategy.options import VariableAggregation
 from torchstrategy.replicas.mirrored import bodies
 
-__all__ = ["Metric", "as_dtype", "snake_case", "sum_dtype"]
+__all__ = ["Metric", "as_dtype", "sum_dtype"]
 
 
 #: Methods of tf's variables, and what to write for them where states are tensors.
@@ -261,12 +261,6 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def sum_dtype() -> torch.dtype:
     """Return the dtype of sums: ``float64``, which only mps lacks."""
     return torch.float32 if torch.get_default_device().type == "mps" else torch.float64
-
-
-def snake_case(name: str) -> str:
-    """Return a class's name as Keras writes it: ``MeanIoU`` is ``mean_io_u``, ``AUC`` is ``auc``."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
-    return "_".join(words).lower()
 
 
 def _initial_value(initializer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -24,9 +24,9 @@ from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.training.arguments import DataArguments, named_arguments
 from torchstrategy.training.cluster_steps import WorkerSteps, forget_worker_steps, named_outputs, worker_steps
 from torchstrategy.training.dataset_creator import DatasetCreator
-from torchstrategy.training.evaluating import Evaluating
 from torchstrategy.training.inputs import Batches, make_batches
 from torchstrategy.training.loop import Loop
+from torchstrategy.training.modes import Evaluating
 from torchstrategy.training.scheduled import ScheduledSteps
 
 if TYPE_CHECKING:
@@ -98,9 +98,8 @@ class ClusterLoop(Loop):
             )
         if not isinstance(x, DatasetCreator):
             reader = OneDeviceStrategy("cpu:0")  # the coordinator reads all of the data; workers get whole batches
-            return make_batches(
-                reader, x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, method=method, names=names
-            )
+            settings: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "steps": steps}
+            return make_batches(reader, x, y, sample_weight, **settings, method=method, names=names)
         names = named_arguments(method) if names is None else names
         for value, name in ((y, names.y), (sample_weight, names.sample_weight), (batch_size, names.batch_size)):
             if value is not None:

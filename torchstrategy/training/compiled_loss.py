@@ -19,7 +19,7 @@ from torchstrategy.metrics.base import sum_dtype
 from torchstrategy.strategies.default import get_replica_context, has_strategy
 from torchstrategy.training.loss_making import make_part
 from torchstrategy.training.loss_parts import LossPart
-from torchstrategy.training.loss_shares import global_batch_size, share_of
+from torchstrategy.training.loss_shares import differentiated_as_sum, global_batch_size, share_of
 from torchstrategy.training.loss_tracker import LossTracker
 from torchstrategy.training.outputs import Outputs, for_outputs, is_several
 
@@ -31,7 +31,8 @@ class CompiledLoss:
 
     Made in the strategy's scope, because it makes trackers and notes loss modules for the strategy; everything else is
     called in replica context. Means are over all elements of the global batch, sums (``reduction="sum"``) over all of
-    them, and so both are independent of the number of replicas. With ``reduction="none"`` the mean is taken.
+    them, and so both are independent of the number of replicas. With ``reduction="none"`` the value is the mean, and
+    the gradient that of the sum, as in Keras on one device: there a vector is differentiated, and its mean is shown.
 
     Args:
         loss: a name, a ``ts.losses.Loss``, a torch loss (module, or function of ``torch.nn.functional``, which get
@@ -77,6 +78,11 @@ class CompiledLoss:
         return all(part is None for part in _all_parts(self._parts))
 
     @property
+    def is_unreduced(self) -> bool:
+        """Whether an output's loss has ``reduction="none"``, so that its examples' gradients are added up."""
+        return any(part is not None and part.is_unreduced for part in _all_parts(self._parts))
+
+    @property
     def num_outputs(self) -> int | None:
         """How many outputs there must be; ``None`` if one loss is for any number of them."""
         return len(self._parts) if is_several(self._parts) else None
@@ -91,8 +97,7 @@ class CompiledLoss:
         if is_several(parts):
             if len(parts) == 1:
                 place = next(iter(parts)) if isinstance(parts, Mapping) else 0
-            is_there = place in parts if isinstance(parts, Mapping) else isinstance(place, int) and place < len(parts)
-            parts = parts[place] if is_there else None
+            parts = _entry(parts, place)
         return parts if isinstance(parts, LossPart) else None
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None, *, alone: bool = False) -> Tensor:
@@ -122,18 +127,23 @@ class CompiledLoss:
         divisors = self._summed_divisors(outputs, labels, weights, alone=alone)
         num_examples = len(outputs.tensors[0]) if alone else global_batch_size(len(outputs.tensors[0]))
         total: Tensor | None = None
+        unreduced: dict[str, int] = {}
         for i, own in enumerate(self._flat):
             if own.part is None:
                 continue
             scores = outputs.tensors[i]
             if len(scores) != len(outputs.tensors[0]):
                 num_examples = len(scores) if alone else global_batch_size(len(scores))
-            share = share_of(own.part, labels[i], scores, weights[i], divisors[i], num_examples)
+            share, elements = share_of(own.part, labels[i], scores, weights[i], divisors[i], num_examples)
             if own.tracker is not None:
                 own.tracker.add_share(share, len(scores), num_examples or 0)
+            if own.part.is_unreduced:
+                unreduced[own.part.name] = (num_examples or 0) * elements
             share = share if own.weight == 1 else share * own.weight
             total = share if total is None else total + share
-        return torch.zeros((), device=outputs.tensors[0].device) if total is None else total
+        if total is None:
+            return torch.zeros((), device=outputs.tensors[0].device)
+        return total if alone or not unreduced else differentiated_as_sum(total, unreduced)
 
     def local_divisors(self, y: Any, sample_weight: Any = None) -> Tensor | None:
         """Return what this replica's batch adds to the divisors that depend on labels or weights.
@@ -275,11 +285,8 @@ class CompiledLoss:
             if is_several(parts):
                 one = next(iter(parts), None) if isinstance(parts, Mapping) else 0
                 place = one if key is None or (len(parts) == 1 and len(keys) == 1) else key
-                is_there = place in parts if isinstance(parts, Mapping) else place is not None and place < len(parts)
-                parts = parts[place] if is_there else None
-            if is_several(weight):
-                is_there = key in weight if isinstance(weight, Mapping) else key is not None and key < len(weight)
-                weight = weight[key] if is_there else None
+                parts = _entry(parts, place)
+            weight = _entry(weight, key) if is_several(weight) else weight
             label = y if key is None else y[key]
             if parts is not None and label is not None:
                 yield None if len(keys) == 1 else key, parts, label, weight
@@ -367,6 +374,13 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def _entry(values: Any, place: Any) -> Any:
+    """Return the entry of a list or dict, or ``None``: what does not fit the outputs is refused when they are there."""
+    if isinstance(values, Mapping):
+        return values.get(place)
+    return values[place] if isinstance(place, int) and 0 <= place < len(values) else None
 
 
 def _all_parts(parts: Any) -> Sequence[Any]:

@@ -127,7 +127,7 @@ def _apply(parameter: Tensor, accumulator: Tensor, linear: Tensor, gradient: Ten
         gradient = gradient + 2 * group["l2_shrinkage_regularization_strength"] * parameter
     linear.add_(gradient - (current - previous) / lr * parameter)
     value = (l1 * linear.sign() - linear) / (current / lr + 2 * l2)
-    parameter.copy_(torch.where(linear.abs() > l1, value, 0.0))
+    parameter.copy_(torch.where(linear.abs() <= l1, 0.0, value))  # nan is not small: it must stay to be seen
 
 
 def _power(tensor: Tensor, power: float) -> Tensor:

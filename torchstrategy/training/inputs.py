@@ -7,6 +7,7 @@ has, and an epoch where it is.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -27,7 +28,7 @@ from torchstrategy.options import InputOptions
 from torchstrategy.strategy import Strategy
 from torchstrategy.training.arguments import DataArguments, named_arguments, shown_type, validation_arguments
 from torchstrategy.training.array_source import ArraySource
-from torchstrategy.training.arrays import is_array, make_arrays
+from torchstrategy.training.arrays import Arrays, is_array, make_arrays
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.dataset_creator import DatasetCreator
 
@@ -68,7 +69,7 @@ class Batches:
     labels: Any = None
 
 
-def make_batches(
+def make_batches(  # noqa: PLR0913 - what `fit` has of data
     strategy: Strategy,
     x: Any,
     y: Any = None,
@@ -77,6 +78,7 @@ def make_batches(
     batch_size: int | None = None,
     shuffle: bool = False,
     method: str = "fit",
+    steps: int | None = None,
     names: DataArguments | None = None,
 ) -> Batches:
     """Distribute data, in cross-replica context; every process calls it with the same data.
@@ -91,9 +93,11 @@ def make_batches(
         x: the data.
         y: the targets, for arrays.
         sample_weight: the weights of the examples, for arrays.
-        batch_size: examples of a global batch, for data that has no batches: 32 if it is ``None``.
+        batch_size: examples of a global batch, for data that has no batches. If it is ``None``: as many as ``steps``
+            batches need to hold all of the data, or 32.
         shuffle: whether arrays and torch Datasets are shuffled in each epoch.
         method: of the model, for messages.
+        steps: how many batches will be read; ``None`` for all.
         names: of the method's arguments, if they are not called ``x``, ``y`` and so on.
 
     Raises:
@@ -117,7 +121,9 @@ def make_batches(
         _check_alone(x, y, sample_weight, names)
         x, y, sample_weight = _columns(x, names)
     if _holds_arrays(x, y, batch_size):
-        return _batches_of_arrays(strategy, (x, y, sample_weight), batch_size, shuffle=bool(shuffle), names=names)
+        arrays = make_arrays(x, y, sample_weight, names)
+        size = _size_of_batches(arrays.num_examples, batch_size, steps)
+        return _batches_of_arrays(strategy, arrays, size, shuffle=bool(shuffle), names=names)
     _check_alone(x, y, sample_weight, names)
     if isinstance(x, Iterator):
         _check_no_batch_size(x, batch_size, names)
@@ -129,7 +135,7 @@ def make_batches(
         _check_no_batch_size(x, batch_size, names)
         dataset, num_examples = _own_dataset(strategy, x, names), None
     else:
-        data = _batched(x, batch_size, shuffle=bool(shuffle), names=names)
+        data = _batched(x, batch_size, steps, shuffle=bool(shuffle), names=names)
         # The strategy's own method would leave the data as it is where there is nothing to divide.
         dataset = distribute_dataset(data, strategy.placement, strategy.workers)
         num_examples = _num_examples(data)
@@ -241,13 +247,17 @@ def _is_list_of_rows(x: Any, batch_size: int | None) -> bool:
     return batch_size is not None or any(map(is_array, tree.all_leaves(x[0])))
 
 
+def _size_of_batches(num_examples: int | None, batch_size: int | None, steps: int | None) -> int:
+    if batch_size is not None:
+        return int(batch_size)
+    return DEFAULT_BATCH_SIZE if steps is None or not num_examples else math.ceil(num_examples / steps)
+
+
 def _batches_of_arrays(
-    strategy: Strategy, parts: tuple[Any, Any, Any], batch_size: int | None, *, shuffle: bool, names: DataArguments
+    strategy: Strategy, arrays: Arrays, batch_size: int, *, shuffle: bool, names: DataArguments
 ) -> Batches:
-    arrays = make_arrays(*parts, names)
     placement, workers = strategy.placement, strategy.workers
-    size = DEFAULT_BATCH_SIZE if batch_size is None else int(batch_size)
-    source = ArraySource(arrays, size, shuffle=shuffle, placement=placement, workers=workers)
+    source = ArraySource(arrays, batch_size, shuffle=shuffle, placement=placement, workers=workers)
     note_small_batch(source, placement)
     dataset = DistributedDataset(source, placement, workers, InputOptions())
     return Batches(dataset, source.length(), arrays.num_examples, names, labels=arrays.targets)
@@ -266,12 +276,13 @@ def _own_dataset(
     return x
 
 
-def _batched(x: Any, batch_size: int | None, *, shuffle: bool, names: DataArguments) -> Any:
+def _batched(x: Any, batch_size: int | None, steps: int | None, *, shuffle: bool, names: DataArguments) -> Any:
     """Return data that gives batches."""
     if _is_map_style(x):
-        if known_length(x) == 0:
+        num_examples = known_length(x)
+        if num_examples == 0:
             raise ValueError(f"{names.x} has no examples: the {type(x).__name__} is empty.")
-        return DataLoader(x, DEFAULT_BATCH_SIZE if batch_size is None else int(batch_size), shuffle=shuffle)
+        return DataLoader(x, _size_of_batches(num_examples, batch_size, steps), shuffle=shuffle)
     if not isinstance(x, Iterable):
         raise TypeError(f"{names.x} is {shown_type(x)}, which is no data. {_ACCEPTED}")
     if batch_size is None:

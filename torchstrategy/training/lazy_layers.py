@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.training.evaluating import Evaluating
+from torchstrategy.training.modes import Evaluating
 
 __all__ = ["initialise_lazy_layers"]
 

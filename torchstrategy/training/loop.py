@@ -23,9 +23,9 @@ from torchstrategy.training.arguments import DataArguments
 from torchstrategy.training.batch_parts import check_first_batch
 from torchstrategy.training.checks import check_counts, warn_of_nan
 from torchstrategy.training.class_weights import class_weight_applier
-from torchstrategy.training.evaluating import Evaluating
 from torchstrategy.training.fit_arguments import FitArguments
 from torchstrategy.training.inputs import Batches, make_batches, unpack_validation_data
+from torchstrategy.training.modes import Evaluating, put_into_training
 from torchstrategy.training.position import FitPosition
 from torchstrategy.training.step_loop import StepLoop
 from torchstrategy.training.validation import Validation
@@ -86,7 +86,7 @@ class Loop(StepLoop):
             FitPosition(given.initial_epoch, 0, trainer.iterations, None, program), callbacks, data.dataset
         )
         try:
-            model.train()
+            put_into_training(model)
             model.zero_grad()  # what the program has left
             self.begin("train")
             callbacks.on_train_begin()
@@ -142,7 +142,7 @@ class Loop(StepLoop):
     def on_batch(
         self, mode: str, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None
     ) -> dict[str, Any]:
-        """Train or test on one batch of arrays. Returns the numbers since the last reset, by name."""
+        """Train or test on one batch of arrays. Returns its numbers by name."""
         method = f"{mode}_on_batch"
         self.trainer.require_compiled(method)
         if class_weight is not None:
@@ -151,14 +151,14 @@ class Loop(StepLoop):
             self._prepare = class_weight_applier(class_weight, method)
         data = self._one_batch(x, y, sample_weight, method)
         if mode == "train":
-            self.model.train()
+            put_into_training(self.model)
             self.model.zero_grad()
-            self._open("train")
+            self.begin("train")
             with self._knowing(data):
                 self.run_steps(self._iterate(data), "train", _no_callbacks(self.model))
         else:
             with Evaluating(self.model), self._knowing(data):
-                self._open("test")
+                self.begin("test")
                 self.run_steps(self._iterate(data), "test", _no_callbacks(self.model))
         return self.read_logs()
 
@@ -182,13 +182,12 @@ class Loop(StepLoop):
         batch_size: int | None = None,
         shuffle: bool = False,
         method: str,
-        steps: int | None = None,  # noqa: ARG002 - for subclasses
+        steps: int | None = None,
         names: DataArguments | None = None,
     ) -> Batches:
         """Distribute data, so that it can be read again and again."""
-        return make_batches(
-            self.strategy, x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, method=method, names=names
-        )
+        settings: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "steps": steps}
+        return make_batches(self.strategy, x, y, sample_weight, **settings, method=method, names=names)
 
     def _iterate(self, data: Batches) -> Iterator[Any]:
         """Read data once."""

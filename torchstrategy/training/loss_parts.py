@@ -44,6 +44,8 @@ class LossPart:
 
     #: Whether it adds up the examples of the global batch, instead of taking their mean.
     is_sum = False
+    #: Whether it leaves one loss for each example, whose gradients are added up, and whose mean is shown.
+    is_unreduced = False
     #: Whether the elements of an example are added up, instead of taking their mean.
     adds_elements = False
     #: Whether predictions are logits, where 0 is the border between two classes.
@@ -118,6 +120,7 @@ class ObjectLoss(LossPart):
         super().__init__(type(loss).__name__)
         self.loss = loss
         self.is_sum = loss.reduction is Reduction.SUM
+        self.is_unreduced = loss.reduction is Reduction.NONE
         self.takes_logits = bool(getattr(loss, "from_logits", False))
         self.class_axis = loss.axis if isinstance(loss, _WITH_CLASSES) else -1
         #: Their functions average over the last axis, and predictions of one axis have only that of the examples.
@@ -134,7 +137,9 @@ class ObjectLoss(LossPart):
 
     def has_divisor(self, y: Any, sample_weight: Any) -> bool:  # noqa: ARG002, D102
         is_by_weight = self.loss.reduction is Reduction.MEAN_WITH_SAMPLE_WEIGHT and sample_weight is not None
-        return not self.is_sum and (is_by_weight or getattr(self.loss, "ignore_class", None) is not None)
+        return not (self.is_sum or self.is_unreduced) and (
+            is_by_weight or getattr(self.loss, "ignore_class", None) is not None
+        )
 
     def divisor(self, y: Any, sample_weight: Any) -> Tensor:  # noqa: D102
         return torch.as_tensor(self.loss._label_divisor(y, sample_weight))

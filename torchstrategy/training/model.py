@@ -126,12 +126,15 @@ class Model(TrainableModule):
     ) -> History:
         """Train the model. Cross-replica context; every process of the strategy calls it.
 
+        The model is put into training mode, but for parts with frozen parameters that are in evaluation mode.
+
         Args:
             x: inputs: an array or tensor ``[examples, ...]``, or a tuple, list or dict of them; a ``DataLoader``, a
                 ``ts.data.Dataset``, a map-style dataset, another re-iterable of global batches ``(x, y)`` or
                 ``(x, y, sample_weight)``; a distributed dataset; or a ``ts.utils.DatasetCreator``.
             y: labels, if ``x`` is arrays.
-            batch_size: examples of a global batch, for arrays and map-style datasets; ``None`` means 32.
+            batch_size: examples of a global batch, for arrays and map-style datasets; ``None`` means 32 or,
+                with ``steps_per_epoch``, as many as so many batches need to hold all examples.
             epochs: the epoch to end before, so ``epochs - initial_epoch`` are trained.
             verbose: 1 shows a progress bar for each epoch, 2 one line, 0 nothing; ``"auto"`` is 1. Where standard
                 output is no terminal, 1 is as 2.
@@ -146,7 +149,8 @@ class Model(TrainableModule):
             initial_epoch: number of the first epoch.
             steps_per_epoch: batches of an epoch; the next epoch goes on in the data. ``None`` means all of the data.
             validation_steps: batches of a validation; ``None`` means all.
-            validation_batch_size: examples of a global batch of a validation; ``None`` means ``batch_size``.
+            validation_batch_size: examples of a global batch of a validation; ``None`` means ``batch_size``, and if
+                that is ``None`` too, 32 or as many as ``validation_steps`` batches need to hold all examples.
             validation_freq: epochs between two validations, or the numbers (from 1) of the epochs that have one.
 
         Returns:
@@ -194,7 +198,8 @@ class Model(TrainableModule):
         Args:
             x: inputs, as for ``fit``.
             y: labels.
-            batch_size: examples of a global batch; ``None`` means 32.
+            batch_size: examples of a global batch; ``None`` means 32 or, with ``steps``, as many as so many batches
+                need to hold all examples.
             verbose: as for ``fit``.
             sample_weight: as for ``fit``.
             steps: number of batches; ``None`` means all of the data.
@@ -232,7 +237,8 @@ class Model(TrainableModule):
 
         Args:
             x: inputs, as for ``fit``; labels in a dataset are left out.
-            batch_size: examples of a global batch; ``None`` means 32.
+            batch_size: examples of a global batch; ``None`` means 32 or, with ``steps``, as many as so many batches
+                need to hold all examples.
             verbose: as for ``fit``.
             steps: number of batches; ``None`` means all of the data.
             callbacks: as for ``fit``.
@@ -261,7 +267,7 @@ class Model(TrainableModule):
     ) -> Any:
         """Make one training step on one global batch of arrays. Cross-replica context.
 
-        Metrics go on from the last call; ``reset_metrics()`` lets them start anew.
+        Metrics start anew in each call, as in Keras 3.
 
         Args:
             x: inputs, arrays ``[batch, ...]``.
@@ -271,7 +277,7 @@ class Model(TrainableModule):
             return_dict: return a dict.
 
         Returns:
-            The loss and the metrics so far, as ``evaluate`` gives them.
+            The loss and the metrics of this batch, as ``evaluate`` gives them.
         """
         logs = _loop_class(self)(self).on_batch("train", x, y, sample_weight, class_weight)
         return _in_form(logs, return_dict=return_dict)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchstrategy.layer_losses import losses_of
+from torchstrategy.names import snake_case
 from torchstrategy.nn import scale_regularization_loss
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy
@@ -42,7 +42,7 @@ class TrainableModule(nn.Module):
         self.__dict__[ATTRIBUTE] = Trainer(get_strategy())
         if module is not None:
             self.module = module
-        self.name = name if name is not None else _snake_case(type(self if module is None else module).__name__)
+        self.name = name if name is not None else snake_case(type(self if module is None else module).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with the ``x`` of a batch: a tensor, several in a tuple or list, or a dict of them."""
@@ -130,10 +130,12 @@ class TrainableModule(nn.Module):
             training: whether the model is trained or evaluated.
 
         Returns:
-            A scalar: the compiled loss, and the losses of layers and regularizers.
+            A scalar: the compiled loss, and the losses of layers and regularizers. Where the compiled loss has
+            ``reduction="none"``, the mean, whose gradient is that of the sum.
 
         Raises:
-            ValueError: there is no loss, or there are no labels for it.
+            ValueError: there is no loss, there are no labels for it, or it has ``reduction="none"`` and there are
+                losses of layers or regularizers.
         """
         trainer = trainer_of(self)
         loss: Tensor | None = None
@@ -146,6 +148,12 @@ class TrainableModule(nn.Module):
             loss = trainer.loss(y, y_pred, sample_weight)
         layers = trainer.layer_losses.of(self)
         if layers:
+            if loss is not None and trainer.loss is not None and trainer.loss.is_unreduced:
+                raise ValueError(
+                    f"{method}: a loss with reduction='none' leaves one number for each example, to which the losses "
+                    "of layers and regularizers can't be added. Give it reduction='sum', which has the same "
+                    "gradients, or leave the reduction out for the mean."
+                )
             scaled = scale_regularization_loss(torch.stack([value.sum() for value in layers]))
             loss = scaled if loss is None else loss + scaled
         if loss is None:
@@ -319,7 +327,3 @@ def _attribute_metrics(model: nn.Module) -> list[Any]:
 
     look(model)
     return found
-
-
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,0 +1,144 @@
+"""What `fit` does with layers that the program has put into evaluation mode."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrategy as ts
+
+STRATEGIES = {
+    "default": ts.get_strategy,
+    "mirrored": lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "central": lambda: ts.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+}
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 3, generator=generator), torch.randn(8, 1, generator=generator)
+
+
+class Noted(nn.Module):
+    """Notes the mode that it is called in."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = set()
+
+    def forward(self, x):
+        self.modes.add(self.training)
+        return x
+
+
+def backbone():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(Noted(), nn.Dropout(0.5)))
+
+
+def frozen(module, mode=False):
+    return module.requires_grad_(False).train(mode)
+
+
+@pytest.fixture(params=STRATEGIES)
+def make(request):
+    def make(*layers):
+        with STRATEGIES[request.param]().scope():
+            model = ts.Model(nn.Sequential(*(layer() for layer in layers), nn.Linear(4, 1)))
+            model.compile(functools.partial(torch.optim.SGD, lr=0.01), "mse")
+        return model
+
+    return make
+
+
+def modes(model):
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_a_frozen_part_in_evaluation_mode_stays_in_it(make, method):
+    model = make(backbone)
+    frozen(model.module[0])
+    mean = model.module[0][1].running_mean.clone()
+    getattr(model, method)(*data(), **({"verbose": 0, "validation_data": data()} if method == "fit" else {}))
+    assert not any(modes(model.module[0]))
+    assert model.training
+    assert model.module[1].training
+    assert model.module[0][1].running_mean.equal(mean)
+    assert model.module[0][2][0].modes == {False}
+    assert model.module[0][1].num_batches_tracked == 0
+
+
+def test_it_stays_so_in_the_copies_of_later_trainings(make):
+    model = make(backbone)
+    x, y = data()
+    model.fit(x, y, verbose=0)
+    tracked = int(model.module[0][1].num_batches_tracked)
+    frozen(model.module[0])
+    mean = model.module[0][1].running_mean.clone()
+    model.fit(x, y, epochs=2, verbose=0)
+    assert int(model.module[0][1].num_batches_tracked) == tracked > 0
+    assert model.module[0][1].running_mean.equal(mean)
+    model.module[0].train()
+    model.fit(x, y, verbose=0)
+    assert int(model.module[0][1].num_batches_tracked) > tracked
+
+
+def test_a_frozen_batch_norm_in_a_part_that_is_trained(make):
+    model = make(backbone)
+    frozen(model.module[0][1])
+    model.fit(*data(), verbose=0)
+    assert modes(model.module[0]) == [True, True, False, True, True, True]
+
+
+def test_a_dropout_that_was_turned_off_alone_stays_off(make):
+    model = make(backbone)
+    model.module[0][2][1].eval()
+    model.fit(*data(), verbose=0)
+    assert modes(model.module[0]) == [True, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("part", ["model", "module", "backbone"])
+def test_what_is_trained_is_put_into_training_mode(make, part):
+    model = make(backbone)
+    {"model": model, "module": model.module, "backbone": model.module[0]}[part].eval()
+    model.fit(*data(), verbose=0)
+    assert all(modes(model))
+
+
+def test_a_frozen_part_in_training_mode_stays_in_it(make):
+    model = make(backbone)
+    frozen(model.module[0], mode=True)
+    model.fit(*data(), verbose=0)
+    assert all(modes(model))
+    assert model.module[0][1].num_batches_tracked > 0
+
+
+class OwnTrain(nn.Sequential):
+    """Decides its parts' modes by itself, as many detectors do."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_modes_that_a_module_chooses_are_its_own(make):
+    model = make(lambda: OwnTrain(*backbone()))
+    model.fit(*data(), verbose=0)
+    assert not model.module[0][1].training
+    assert model.module[0].training
+
+
+def test_the_mode_is_saved(make, tmp_path):
+    model = make(backbone)
+    frozen(model.module[0])
+    model.fit(*data(), verbose=0)
+    model.save(tmp_path / "model")
+    (path,) = tmp_path.glob("model*")
+    loaded = ts.models.load_model(path)
+    assert modes(loaded) == modes(model)
+    assert not any(p.requires_grad for p in loaded.module[0].parameters())
+    loaded.fit(*data(), verbose=0)
+    assert modes(loaded) == modes(model)
+    assert loaded.module[0][1].num_batches_tracked == 0
