@@ -78,7 +78,7 @@ def test_indices_of_any_shape_and_integer_dtype(variable, dtype):
 def test_fractions_are_not_cut_off(strategy):
     with strategy.scope():
         counts = ts.Variable(torch.zeros(4, 2, dtype=torch.int64), trainable=False)
-    with pytest.raises(ts.errors.InvalidArgumentError, match="values of torch.float32"):
+    with pytest.raises(ts.errors.InvalidArgumentError, match=r"values of torch\.float32"):
         counts.scatter_add([0], 1.5)
     assert counts.scatter_add([0], 1).tolist()[0] == [1, 1]
 

@@ -17,13 +17,13 @@ class _Rows(torch.autograd.Function):
     """Gives rows that were pulled; their gradient is that of the variable, sparse."""
 
     @staticmethod
-    def forward(ctx: Any, variable: Tensor, indices: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, variable: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.shape = variable.shape
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         sparse = torch.sparse_coo_tensor(
             indices[None], gradient, ctx.shape, check_invariants=False, is_coalesced=not torch.is_grad_enabled()
