@@ -234,6 +234,26 @@ def test_error_is_raised_once_and_cancels(coordinator, method):
     assert coordinator.schedule(add, args=(1, 1)).fetch() == 2
 
 
+def test_what_waits_behind_a_function_that_fails_does_not_run(strategy, coordinator):
+    with strategy.scope():
+        count = ts.Variable(0, trainable=False)
+
+    def fail_slowly():
+        time.sleep(0.1)
+        raise KeyError("slow")
+
+    for _ in range(3):
+        wait_until(lambda: all(worker.can_run for worker in coordinator._cluster.workers))
+        values = [coordinator.schedule(fail_slowly) for _ in coordinator._cluster.workers]
+        values += [coordinator.schedule(count.assign_add, args=(1,)) for _ in range(6)]
+        with pytest.raises(KeyError, match="slow"):
+            coordinator.join()
+        for value in values[len(coordinator._cluster.workers) :]:
+            with pytest.raises(ts.errors.CancelledError):
+                value.fetch()
+    assert int(count) == 0
+
+
 def test_fetch_does_not_clear_the_error(coordinator):
     bad = coordinator.schedule(fail, args=("x",))
     for _ in range(2):

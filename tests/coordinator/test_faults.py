@@ -383,3 +383,19 @@ def test_newer_coordinator_took_over():
             fake.queue.join()
     with pytest.raises(ts.errors.CancelledError, match="newer coordinator"):
         result.fetch()
+
+
+def test_a_worker_is_told_how_many_of_its_functions_failed():
+    fake = FakeCluster(1)
+    fake.schedule_many(2)
+    runs = [m.fields["failures"] for m in fake.peers[0].seen if m.kind == "run"]
+    assert runs == [0, 0]
+    fake.peers[0].fail(ValueError("oh"), number=0)
+    fake.peers[0].answer("run", Message("cancelled", {}), number=1)
+    with pytest.raises(ValueError, match="oh"):
+        fake.queue.join()
+    fake.schedule()
+    assert fake.peers[0].seen[-1].fields["failures"] == 1
+    fake.peers[0].lose()
+    fake.peers[0].connect()
+    assert fake.peers[0].seen[-1].fields["failures"] == 0

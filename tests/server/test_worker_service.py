@@ -165,6 +165,32 @@ def test_errors_of_closures(make_worker):
     assert worker.session.next(worker.run("end")).fields["ps"] is None
 
 
+def test_what_was_sent_before_a_failure_was_known_does_not_begin(make_worker):
+    ran = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def fail(_):
+        started.set()
+        go_on.wait(10)
+        raise ValueError("oh")
+
+    worker = make_worker(fail=fail, note=lambda _: ran.append(1))
+
+    def run(function, closure, failures):
+        return worker.send("run", function=function, closure=closure, failures=failures, blobs=(b"",))
+
+    failing = run("fail", 1, 0)
+    assert started.wait(10)
+    waiting = [run("note", 2, 0), run("note", 3, 0)]
+    go_on.set()
+    assert worker.session.next(failing).kind == "failed"
+    assert [worker.session.next(number).kind for number in waiting] == ["cancelled", "cancelled"]
+    assert worker.session.next(run("note", 4, 0)).fields == {"closure": 4}  # it came later, and was sent before
+    assert ran == []
+    assert worker.session.next(run("note", 5, 1)).kind == "done"
+    assert ran == [1]
+
+
 def test_the_traceback_begins_with_the_program(make_worker):
     def fail(_):
         raise ValueError("oh")

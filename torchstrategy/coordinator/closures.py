@@ -69,9 +69,10 @@ class Closure:
         self.start_number = 0
         self.since = 0.0
 
-    def message(self) -> Message:
-        """Return the message that makes a worker run it."""
-        return Message("run", {"closure": self.number, "function": self.function_key}, blobs=(self.blob,))
+    def message(self, num_failures: int) -> Message:
+        """Return the message that makes a worker run it, unless more functions than this have failed there."""
+        fields = {"closure": self.number, "function": self.function_key, "failures": num_failures}
+        return Message("run", fields, blobs=(self.blob,))
 
     def has_definition(self, key: str) -> bool:
         """Say whether it needs a definition."""

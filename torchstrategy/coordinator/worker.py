@@ -52,6 +52,7 @@ class Worker:
         self._is_prepared = False
         self._num_awaited = 0
         self._num_failures = 0  # to be configured
+        self._num_failed = 0  # functions, over this connection
         self._num_retries = 0  # of resources
         self._since = time.monotonic()
         self._known: set[str] = set()
@@ -124,7 +125,7 @@ class Worker:
         self.in_flight[closure.number] = closure
         closure.since = time.monotonic()
         self._define(closure.definitions)
-        self._send(closure.message(), partial(self._ended, closure))
+        self._send(closure.message(self._num_failed), partial(self._ended, closure))
         if len(self._known) > self._max_known:
             self._forget_unneeded()
 
@@ -236,6 +237,8 @@ class Worker:
     # --- answers
 
     def _ended(self, closure: Closure, reply: Any) -> None:
+        if isinstance(reply, Message) and reply.kind == "failed":
+            self._num_failed += 1
         if self.in_flight.pop(closure.number, None) is None:
             return
         self._since = time.monotonic()
@@ -318,7 +321,7 @@ class Worker:
         self._generation += 1
         self.state = state
         self._is_connected = self._is_prepared = self.is_refused = False
-        self._num_awaited = self._num_retries = 0
+        self._num_awaited = self._num_retries = self._num_failed = 0
         self._since = time.monotonic()
         self._known.clear()
         self._retried.clear()

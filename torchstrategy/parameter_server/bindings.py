@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from torchstrategy.devices import tensor_device
 from torchstrategy.parameter_server.behind import ParameterBehind, PulledParameter
+from torchstrategy.parameter_server.rows import rows_of
 
 if TYPE_CHECKING:
     from torchstrategy.parameter_server.client import ParameterClient
@@ -50,9 +52,8 @@ class Binding:
         self.versions: tuple[int, ...] | None = None
         #: The refresh point at which ``local`` was last known to be the variable's value.
         self.point = -1
-        #: Gradients of rows: their numbers, and the gradients.
-        self._row_grads: list[tuple[Tensor, Tensor]] = []
-        self._sparse_grad: Tensor | None = None
+        #: The program's tensor, which has no memory: autograd gathers the gradient of rows there.
+        self._shown: weakref.ref[Tensor] | None = None
         self.requires_grad = spec.trainable
         self._noted: int | None = None
 
@@ -86,47 +87,45 @@ class Binding:
         self.versions = versions
         self.note()
 
-    def look_up(self, indices: Tensor, rows: Tensor) -> None:
-        """Let a backward pass that reaches rows count for the variable.
+    def show(self, tensor: Tensor) -> None:
+        """Note the program's tensor for the variable."""
+        self._shown = weakref.ref(tensor)
 
-        Args:
-            indices: their numbers, ``[k]`` in int64, sorted, each once.
-            rows: their values, ``[k, ...]``, a leaf of autograd.
-        """
-        row_grads = self._row_grads
-
-        def take(leaf: Tensor) -> None:
-            if leaf.grad is not None:
-                row_grads.append((indices, leaf.grad))
-                leaf.grad = None
-
-        rows.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    @property
+    def shown(self) -> Tensor | None:
+        """The program's tensor for the variable, if it has one that is not ``local``."""
+        return None if self._shown is None else self._shown()
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the variable, sparse for rows; ``None`` if there is none."""
-        for indices, grad in self._row_grads:
-            sparse = torch.sparse_coo_tensor(indices[None], grad, self.spec.shape, check_invariants=False)
-            sparse = sparse._coalesced_(True)  # noqa: FBT003 - torch's
-            self._sparse_grad = sparse if self._sparse_grad is None else (self._sparse_grad + sparse).coalesce()
-        self._row_grads.clear()
         dense = None if self.local is None else self.local.grad
-        if dense is None or self._sparse_grad is None or self.local is None:
-            return self._sparse_grad if dense is None else dense
-        # One tensor, which may be changed in place.
-        self.local.grad, self._sparse_grad = dense + self._sparse_grad, None
-        return self.local.grad
+        shown = self.shown
+        with torch._C.DisableTorchFunctionSubclass():
+            sparse = None if shown is None else shown.grad
+            if sparse is None or shown is None:
+                return dense
+            if dense is not None and self.local is not None:
+                # One tensor, which may be changed in place.
+                self.local.grad, shown.grad = dense + sparse, None
+                return self.local.grad
+            if sparse.is_sparse and not sparse.is_coalesced():
+                shown.grad = sparse.coalesce()
+            return shown.grad
 
     def set_gradient(self, grad: Tensor | None) -> None:
         """Replace the gradient."""
-        self._row_grads.clear()
-        self._sparse_grad = grad if grad is not None and grad.is_sparse else None
-        if self.local is not None:
-            self.local.grad = None if self._sparse_grad is not None else grad
-        elif grad is not None and not grad.is_sparse:
+        is_sparse = grad is not None and grad.is_sparse
+        shown = self.shown
+        if grad is not None and (shown if is_sparse else self.local) is None:
             raise RuntimeError(
                 f"{self.spec.name!r}, of which only rows are pulled, can't have a dense gradient here. Give it a "
                 "sparse one, or compute it by a backward pass."
             )
+        if shown is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                shown.grad = grad if is_sparse else None
+        if self.local is not None:
+            self.local.grad = None if is_sparse else grad
 
 
 class Bindings:
@@ -216,8 +215,9 @@ class Bindings:
         unique, positions = torch.unique(indices, return_inverse=True)
         unique = unique.to(device="cpu", dtype=torch.int64)
         rows = self.client.pull_rows(binding.spec, unique).detach().to(self.device)
-        if binding.requires_grad and torch.is_grad_enabled():
-            binding.look_up(unique.to(self.device), rows.requires_grad_())
+        shown = binding.shown
+        if shown is not None and binding.requires_grad and torch.is_grad_enabled():
+            rows = rows_of(shown, unique.to(self.device), rows)
         return rows, positions
 
     def update(self, binding: Binding, method: str, value: Tensor) -> None:

@@ -19,7 +19,7 @@ from torchstrategy.labels import label
 from torchstrategy.parameter_server.layout import VariableSpec
 from torchstrategy.parameter_server.optimizer_states import JoinedState, cut_state, pack_state, unpack_state
 from torchstrategy.parameter_server.requests import Place, Requests, add_sparse, by_part
-from torchstrategy.parameter_server.store import check_rows, check_value, copy_bytes
+from torchstrategy.parameter_server.store import check_divisor, check_rows, check_value, copy_bytes
 from torchstrategy.transport.memory import BufferPool
 from torchstrategy.transport.messages import Header, Message
 
@@ -169,6 +169,7 @@ class ParameterClient:
         indices, values = indices.cpu(), values.cpu()
         check_rows(spec.name, spec.shape, indices)
         check_value(spec.name, (len(indices), *spec.shape[1:]), spec.dtype, values)
+        check_divisor(spec.name, method, values)  # before any part is changed
         requests = Requests()
         for index, own in by_part(spec, indices)[1]:
             part = spec.parts[index]

@@ -18,6 +18,7 @@ from typing_extensions import override
 from torchstrategy.context import current_frame
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, can_require_grad
+from torchstrategy.parameter_server.rows import check_padding_index, to_row_numbers, to_row_values
 from torchstrategy.parameter_server.spilling import new_tensor
 from torchstrategy.replicas.distributed_variables import replaced
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy
@@ -81,6 +82,10 @@ class Served(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.grad:
+                return _gradients_of(*args, **kwargs)
+            if func is torch.autograd.backward:
+                return _backward(*args, **kwargs)
             about = _about_the_tensor(func, args[0] if args else None)
             if about is not None:
                 return about(func, args, kwargs)
@@ -157,7 +162,7 @@ class ServedVariable(Served, Variable):  # type: ignore[misc]
 
     @override
     def _update(self, method: str, value: Any) -> Any:
-        self.bindings.update(self.binding, method, self._fitting(value))
+        self.bindings.update(self.binding, method, self._fitting(_value_of(value)))
         frame = current_frame()
         inside = frame is not None and frame.replica_context is not None
         return self.read_value().detach() if inside else self
@@ -214,13 +219,14 @@ class ShardedVariable(ServedVariable):
 
         Args:
             indices: numbers of rows, ``[k]``.
-            values: what to add, ``[k, ...]``, or what broadcasts to it.
+            values: what to add, ``[k, *shape[1:]]``, or what broadcasts to it.
 
         Returns:
             The variable.
 
         Raises:
-            InvalidArgumentError: an index is out of range, or the shapes don't fit.
+            InvalidArgumentError: an index is negative, too large or no integer, or the values' shape or dtype does not
+                fit; no row is changed then.
         """
         return self._scatter("scatter_add", indices, values)
 
@@ -245,7 +251,7 @@ class ShardedVariable(ServedVariable):
         return self._scatter("scatter_mul", indices, values)
 
     def scatter_div(self, indices: Any, values: Any) -> ShardedVariable:
-        """Divide rows, as ``scatter_add``."""
+        """Divide rows, as ``scatter_add``; integers can't be divided by 0."""
         return self._scatter("scatter_div", indices, values)
 
     def sparse_read(self, indices: Any) -> Tensor:
@@ -258,26 +264,24 @@ class ShardedVariable(ServedVariable):
             The rows, ``[..., *shape[1:]]``.
 
         Raises:
-            InvalidArgumentError: an index is out of range.
+            InvalidArgumentError: an index is negative, too large or no integer.
         """
+        numbers = to_row_numbers(self.name, self.shape, _value_of(indices))
         with torch._C.DisableTorchFunctionSubclass():
-            rows, positions = self.bindings.look_up(self.binding, torch.as_tensor(indices))
+            rows, positions = self.bindings.look_up(self.binding, numbers)
             return rows[positions]
 
     gather_nd = sparse_read
 
     def _scatter(self, method: str, indices: Any, values: Any) -> ShardedVariable:
+        numbers = to_row_numbers(self.name, self.shape, _value_of(indices))
+        if numbers.dim() != 1:
+            raise InvalidArgumentError(
+                f"{method} takes the numbers of rows as a vector. Received: shape {tuple(numbers.shape)}"
+            )
+        rows = to_row_values(self.name, self.shape, self.dtype, len(numbers), _value_of(values))
         with torch._C.DisableTorchFunctionSubclass():
-            own = torch.as_tensor(indices).to(torch.int64)
-            rows = torch.as_tensor(values, dtype=self.dtype)
-            try:
-                rows = rows.expand((*own.shape, *self.shape[1:]))
-            except RuntimeError as error:
-                raise InvalidArgumentError(
-                    f"Values of shape {tuple(rows.shape)} don't fit {own.numel()} rows of {self.name!r}, whose shape "
-                    f"is {tuple(self.shape)}."
-                ) from error
-            self.bindings.client.scatter(self.binding.spec, method, own.reshape(-1), rows.reshape(-1, *self.shape[1:]))
+            self.bindings.client.scatter(self.binding.spec, method, numbers, rows)
             self.binding.point = -1
         return self
 
@@ -297,6 +301,7 @@ def make_served(cls: type[Any], bindings: Bindings, binding: Binding, options: V
         needs_grad = binding.requires_grad and can_require_grad(nothing)
         tensor = Tensor._make_subclass(cls, nothing, needs_grad)
     tensor.binding, tensor.bindings = binding, bindings
+    binding.show(tensor)
     if options is not None:
         tensor.options, tensor.user_variable, tensor.diverges = options, None, False
         if needs_grad:
@@ -310,6 +315,7 @@ def serve(tensor: Tensor, bindings: Bindings, binding: Binding) -> None:
     tensor.__class__ = ServedParameter if is_parameter else ServedBuffer
     served: Any = tensor
     served.binding, served.bindings = binding, bindings
+    binding.show(served)
     with torch._C.DisableTorchFunctionSubclass():
         tensor.grad = None
         tensor.data = _nothing(tensor.shape, tensor.dtype, tensor.device)
@@ -424,13 +430,64 @@ def _look_up(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             f"max_norm changes the rows of {first.binding.spec.name!r} at each look-up, which parameter servers don't "
             "do. Leave it out, or regularize the embedding."
         )
-    rows, positions = first.bindings.look_up(first.binding, _read(indices))
+    numbers = _read(indices)
+    if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
+        received = numbers.dtype if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise RuntimeError(
+            f"Rows of {first.binding.spec.name!r} are looked up by a tensor of int64 or int32. Received: {received}"
+        )
+    rows, positions = first.bindings.look_up(first.binding, numbers)
     if options.get("padding_idx") is not None:
-        padding = options["padding_idx"] % len(first)
-        where = (_read(indices) == padding).nonzero()
+        padding = check_padding_index(first.binding.spec.name, len(first), options["padding_idx"])
+        where = (numbers == padding).nonzero()
         options["padding_idx"] = int(positions[tuple(where[0])]) if len(where) else None
     options["sparse"] = False  # these rows are few; the gradient of the whole is sparse
     return func(positions, rows, **replaced(options, _read, Served))
+
+
+def _leaves(tensor: Any) -> list[Any]:
+    """Return what autograd knows a tensor as: a served one by its rows, and by the local tensor."""
+    if not isinstance(tensor, Served):
+        return [tensor]
+    return [leaf for leaf in (tensor, tensor.binding.local) if leaf is not None and leaf.requires_grad] or [tensor]
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **options: Any) -> None:
+    """Do what ``torch.autograd.backward`` does."""
+    if inputs is not None:
+        inputs = [leaf for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs) for leaf in _leaves(tensor)]
+    tensors, grad_tensors = replaced(tensors, _read, Served), replaced(grad_tensors, _read, Served)
+    torch.autograd.backward(tensors, grad_tensors, *args, inputs=inputs, **options)
+
+
+def _gradients_of(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Any, ...]:
+    """Do what ``torch.autograd.grad`` does; the gradient of a table is that of all look-ups, and of its dense uses."""
+    outputs, grad_outputs = replaced(outputs, _read, Served), replaced(grad_outputs, _read, Served)
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    leaves = list(map(_leaves, wanted))
+    allows_unused = options.pop("allow_unused", None)
+    fills = options.pop("materialize_grads", False)
+    if fills and allows_unused is False:
+        raise ValueError("Expected allow_unused to be True or not passed when materialize_grads=True, but got: False.")
+    found = torch.autograd.grad(
+        outputs, [leaf for own in leaves for leaf in own], grad_outputs, allow_unused=True, **options
+    )
+    remaining = iter(found)
+    results = []
+    for k, (tensor, own) in enumerate(zip(wanted, leaves, strict=True)):
+        parts = [part for part in (next(remaining) for _ in own) if part is not None]
+        parts.sort(key=lambda part: part.is_sparse)  # torch adds a sparse tensor to a dense one only
+        if not parts and not fills and not allows_unused:
+            name = f"Variable {tensor.binding.spec.name!r}" if isinstance(tensor, Served) else f"Input {k}"
+            raise RuntimeError(
+                f"{name}, one of the differentiated tensors, appears to not have been used in the graph. Set "
+                "allow_unused=True if this is the desired behavior."
+            )
+        if not parts:
+            results.append(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if fills else None)
+        else:
+            results.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+    return tuple(results)
 
 
 def _pulls_rows(binding: Binding) -> bool:
@@ -444,6 +501,11 @@ _EMBEDDING_BAG = (
     "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights",
     "include_last_offset", "padding_idx",
 )  # fmt: skip
+
+
+def _value_of(value: Any) -> Any:
+    """Return a tensor's value, pulled if need be; others as they are."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _read(value: Any) -> Any:

@@ -24,6 +24,7 @@ __all__ = [
     "Key",
     "ParameterStore",
     "StoredPart",
+    "check_divisor",
     "check_rows",
     "check_value",
     "copy_bytes",
@@ -207,8 +208,7 @@ class ParameterStore:
             _check_method(method, SCATTER_METHODS, part)
             check_rows(part.name, part.parameter.shape, indices)
             check_value(part.name, (len(indices), *part.parameter.shape[1:]), part.parameter.dtype, values)
-            if method == "scatter_div" and not _is_fractional(values) and (values == 0).any():
-                raise InvalidArgumentError(f"Variable {part.name!r} of integers can't be divided by 0.")
+            check_divisor(part.name, method, values)
         versions = []
         for part, indices, values in found:
             with part.lock:
@@ -287,6 +287,16 @@ def check_rows(name: str, shape: Sequence[int], indices: Tensor) -> None:
         if first < 0 or last >= shape[0]:
             wrong = first if first < 0 else last
             raise IndexError(f"Variable {name!r} has rows 0 to {shape[0] - 1}. Received: index {wrong}")
+
+
+def check_divisor(name: str, method: str, values: Tensor) -> None:
+    """Check that ``"scatter_div"`` does not divide integers by zero.
+
+    Raises:
+        InvalidArgumentError: it does.
+    """
+    if method == "scatter_div" and not _is_fractional(values) and (values == 0).any():
+        raise InvalidArgumentError(f"Variable {name!r} of integers can't be divided by 0.")
 
 
 def _check_method(method: str, methods: Sequence[str], part: StoredPart) -> None:

@@ -79,6 +79,7 @@ class Assignment:
         self._requests: deque[Message] = deque()
         self._condition = threading.Condition()
         self._is_closed = False
+        self._num_failed = 0
         self._doing = ("nothing yet", time.monotonic())
         methods = (self._configure, self._define, self._make_resource, self._run, self._forget)
         self._actions: dict[str, Callable[[Message], Message]] = dict(zip(KINDS, methods, strict=True))
@@ -209,6 +210,9 @@ class Assignment:
 
     def _run(self, message: Message) -> Message:
         closure = message.fields["closure"]
+        if message.fields.get("failures", self._num_failed) != self._num_failed:
+            # It was sent before the coordinator knew that a function has failed here, and decides what that means.
+            return Message("cancelled", {"closure": closure})
         bench = self._ready_bench()
         try:
             value, side = bench.run(message.fields["function"], message.blobs[0], self._resources)
@@ -221,6 +225,7 @@ class Assignment:
         return reply._replace(fields={"closure": closure})
 
     def _failed(self, closure: int, error: BaseException, ps: int | None) -> Message:
+        self._num_failed += 1
         error.__traceback__ = _of_program(error.__traceback__)
         return Message("failed", {**encode_error(error), "closure": closure, "ps": ps})
 
