@@ -322,7 +322,8 @@ class InputOptions:
     Args:
         experimental_fetch_to_device: move elements to the replicas' devices; ``None`` means yes.
         experimental_replication_mode: once per worker (the default) or once per replica.
-        experimental_place_dataset_on_device: keep the dataset itself on the device; only with ``PER_REPLICA``.
+        experimental_place_dataset_on_device: keep the dataset itself on the device; for a dataset function only with
+            ``PER_REPLICA``, and elsewhere it changes no batch.
         experimental_per_replica_buffer_size: elements whose copies to an accelerator are started before they are asked
             for; without effect on CPUs.
 

@@ -254,8 +254,7 @@ def test_options():
     per_replica = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
     with pytest.raises(UnimplementedError, match="PER_REPLICA"):
         distribute_dataset([torch.ones(2)], placement, None, per_replica)
-    with pytest.raises(ValueError, match="experimental_place_dataset_on_device"):
-        distribute_dataset([torch.ones(2)], placement, None, InputOptions(experimental_place_dataset_on_device=True))
+    assert read([torch.arange(2)], 2, options=InputOptions(experimental_place_dataset_on_device=True)) == [[[0], [1]]]
     options = InputOptions(experimental_fetch_to_device=False)
     assert read([torch.arange(2)], 2, options=options) == [[[0], [1]]]
 

@@ -62,6 +62,17 @@ def test_the_users_tensors_stay_untagged():
         assert [get_shares(tensor) for tensor in data] == [None, None]
 
 
+@pytest.mark.parametrize("scalar", [torch.tensor(0.5), 0.5, "text"])
+def test_what_stands_beside_the_examples_does_not_drop_the_last_round(scalar):
+    elements = [(torch.arange(2) + 2 * i, scalar) for i in range(3)]
+    found = [
+        [leaf.values for leaf in element]
+        for element in distribute_from_function(lambda _: elements, one_process(2), None)
+    ]
+    assert [[share.tolist() for share in shares] for shares, _ in found] == [[[0, 1], [2, 3]], [[4, 5], []]]
+    assert all(value == scalar for _, scalars in found for value in scalars)
+
+
 def test_an_incomplete_last_round_of_scalars_is_dropped():
     scalars = [torch.tensor(i) for i in range(5)]
     assert read(scalars, 2) == [[0, 1], [2, 3]]

@@ -277,8 +277,9 @@ def join_parts(
 
 
 def empty_like(batch: Components) -> Components:
-    """Return a batch without examples that keeps structure, dtypes and the other dimensions."""
-    return Components([_cut(leaf, 0, 0) for leaf in batch.leaves], batch.spec)
+    """Return a batch without examples that keeps structure, dtypes, the other dimensions, and what has no examples."""
+    leaves = [leaf if batch_length(leaf) is None else _cut(leaf, 0, 0) for leaf in batch.leaves]
+    return Components(leaves, batch.spec)
 
 
 def as_given(leaf: Any) -> Any:

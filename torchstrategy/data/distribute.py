@@ -121,6 +121,11 @@ def distribute_from_function(
             "divide a dataset that you have, use experimental_distribute_dataset."
         )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+    if options.experimental_place_dataset_on_device and not per_replica:
+        raise ValueError(
+            "For a dataset function experimental_place_dataset_on_device needs "
+            "experimental_replication_mode=InputReplicationMode.PER_REPLICA."
+        )
     source = FunctionPipelines(fn, placement, workers, per_replica=per_replica)
     return DistributedDataset(source, placement, workers, options)
 
@@ -129,11 +134,6 @@ def _check_options(options: InputOptions | None) -> InputOptions:
     options = InputOptions() if options is None else options
     if not isinstance(options, InputOptions):
         raise TypeError(f"options must be a ts.InputOptions. Received: {options!r}")
-    per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    if options.experimental_place_dataset_on_device and not per_replica:
-        raise ValueError(
-            "experimental_place_dataset_on_device needs experimental_replication_mode=InputReplicationMode.PER_REPLICA."
-        )
     return options
 
 

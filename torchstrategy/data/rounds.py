@@ -89,8 +89,8 @@ class Rounds:
                 example = self._example()
         if example is None:
             return None
-        is_scalar = any(leaf is not None and batch_length(leaf) is None for leaf in example.leaves)
-        return example if is_scalar else empty_like(example)  # a scalar can't be empty, nor is it needed
+        # Beside examples a scalar stays what it is; alone it can't be empty.
+        return example if _is_scalar(example) else empty_like(example)
 
     def _record(
         self, parts: Sequence[Components | None], example: Components | None, *, has_data: bool
@@ -109,7 +109,7 @@ class Rounds:
             "step": self.num_steps,
             "has_data": has_data,
             "is_full": all(part is not None for part in parts),
-            "is_scalar": any(leaf is not None and batch_length(leaf) is None for leaf in template.leaves),
+            "is_scalar": _is_scalar(template),
             "lengths": [[0 if part is None else batch_length(part.leaves[i]) for part in parts] for i in count],
             "kind": kind,
         }
@@ -127,6 +127,12 @@ class Rounds:
         without = [rank for rank, record in enumerate(heard) if record is None]
         template = _from_record(next(record for record in heard if record is not None), without)
         self._template = self._template or template
+
+
+def _is_scalar(element: Components) -> bool:
+    """Say whether an element has no batch dimension anywhere."""
+    leaves = [leaf for leaf in element.leaves if leaf is not None]
+    return bool(leaves) and all(batch_length(leaf) is None for leaf in leaves)
 
 
 def _to_record(template: Components) -> Any:
