@@ -42,8 +42,8 @@ def verify_replication(
     Args:
         build: called as ``build(strategy)`` in the strategy's scope. Returns the program's parts by name: ``"step"``, a
             function that is called with each distributed batch, outside replica functions, as in the body of a training
-            loop; and all that is to be looked at: modules, optimizers, and metrics, which are objects with ``result`` or
-            ``compute``, or functions without arguments that return a number or tensor.
+            loop; and all that is to be looked at: modules, optimizers, and metrics, which are objects with ``result``
+            or ``compute``, or functions without arguments that return a number or tensor.
         batches: the global batches, nested structures of tensors with the examples along axis 0; or a function
             ``batches(strategy)`` that returns the distributed batches. Read once per run, so no iterator.
         replicas: for each number, a run with so many replicas in one process.
@@ -89,8 +89,10 @@ def _check(build: Any, batches: Any, replicas: Sequence[int], processes: Sequenc
             f"strategy. Received: {batches!r}"
         )
     for name, numbers in (("replicas", replicas), ("processes", processes)):
-        if any(not isinstance(number, int) or number < 2 for number in numbers):  # noqa: PLR2004 - one is the reference
-            raise ValueError(f"{name} must be numbers from 2; one replica is what they are compared with. Got: {numbers}")
+        if any(not isinstance(number, int) or number < 2 for number in numbers):
+            raise ValueError(
+                f"{name} must be numbers from 2; one replica is what they are compared with. Got: {numbers}"
+            )
     if not replicas and not processes:
         raise ValueError("replicas and processes are both empty: there is nothing to compare with one replica.")
     if processes:
@@ -109,13 +111,17 @@ def _run_here(build: Any, batches: Any, number: int) -> Run:
 
 
 def _run_in_processes(build: Any, batches: Any, number: int, timeout_s: float) -> Run:
-    run = Run(number, number)
     with ProcessPool(number, timeout_s) as pool:
-        try:
-            answers = pool.run(_run_on_rank, build, batches)
-        except RemoteError as error:
-            run.error = str(error)
-            return run
+        return _run_in_pool(pool, build, batches)
+
+
+def _run_in_pool(pool: ProcessPool, build: Any, batches: Any) -> Run:
+    run = Run(pool.size, pool.size)
+    try:
+        answers = pool.run(_run_on_rank, build, batches)
+    except RemoteError as error:
+        run.error = str(error)
+        return run
     for answer in map(load, answers):
         run.replicas.update(answer.replicas)
         run.error = run.error or answer.error
@@ -133,7 +139,7 @@ def _run(strategy: Strategy, build: Any, batches: Any, num_processes: int) -> Ru
     state = torch.get_rng_state()
     torch.manual_seed(_SEED)
     recorder = Recorder()
-    ids = [own_id for own_id in _replica_ids(strategy)]
+    ids = list(strategy.placement.local_replica_ids)
     try:
         with recorder.recording():
             _record(strategy, build, batches, recorder, ids)
@@ -141,10 +147,14 @@ def _run(strategy: Strategy, build: Any, batches: Any, num_processes: int) -> Ru
         raise error.cause from None
     except Exception:  # noqa: BLE001 - what the program raises is a result
         run.error = traceback.format_exc()
+        if recorder.has_unfinished:
+            for local_id, replica in enumerate(ids):
+                recorder.finish_step(replica, local_id)
     finally:
         torch.set_rng_state(state)
     run.replicas = {replica: recorder.replicas[replica] for replica in ids if replica in recorder.replicas}
     run.is_single_precision = recorder.is_single_precision
+    run.known = recorder.known
     return run
 
 
@@ -168,20 +178,16 @@ def _record(strategy: Strategy, build: Any, batches: Any, recorder: Recorder, id
             recorder.watch_optimizer(name, part)
     for local_id, replica in enumerate(ids):
         recorder.note_initial(replica, local_id)
+    recorder.forget_steps()
     data = batches(strategy) if callable(batches) else strategy.experimental_distribute_dataset(batches)
     for batch in data:
         for replica, share in zip(ids, strategy.experimental_local_results(batch), strict=False):
             recorder.note_batch(replica, share)
         result = program["step"](batch)
-        values, metrics = _values(strategy, result), _metrics(parts)
+        values, metrics = _values(result), _metrics(parts)
         for local_id, replica in enumerate(ids):
             step = recorder.finish_step(replica, local_id)
             step.values, step.metrics = values, metrics
-
-
-def _replica_ids(strategy: Strategy) -> list[int]:
-    first = strategy.placement.first_replica
-    return [first + k for k in range(len(strategy.placement.devices))]
 
 
 def _is_metric(part: Any) -> bool:
@@ -202,7 +208,7 @@ def _metrics(parts: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _values(strategy: Strategy, result: Any) -> dict[str, Tensor]:
+def _values(result: Any) -> dict[str, Tensor]:
     """Return what a step returned, if it is for all replicas: shares of replicas have no like with one replica."""
     if isinstance(result, (int, float)):
         result = torch.tensor(result, dtype=torch.float64)

@@ -26,8 +26,10 @@ class Deviation:
     expected: float
 
     def __str__(self) -> str:
-        if self.gap == float("inf") and self.value != self.value:  # noqa: PLR0124 - nan
-            return f"step {self.step}: {self.what} {self.name} on replica {self.replica} has another shape, or is missing"
+        if self.gap == float("inf") and self.value != self.value:
+            return (
+                f"step {self.step}: {self.what} {self.name} on replica {self.replica} has another shape, or is missing"
+            )
         return (
             f"step {self.step}: {self.what} {self.name} on replica {self.replica} is {self.value:.10g} where one "
             f"replica has {self.expected:.10g} (differs by {self.gap:.3g})"

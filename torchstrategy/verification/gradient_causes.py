@@ -24,7 +24,10 @@ def gradient_causes(replicas: Sequence[Step], expected: Step, tolerance: float) 
     for k, right in enumerate(expected.updates):
         mine = [own.updates[k] for own in replicas if k < len(own.updates)]
         if len(mine) < len(replicas):
-            yield "another number of optimizer steps", f"a replica makes fewer optimizer steps than {len(expected.updates)}"
+            yield (
+                "another number of optimizer steps",
+                f"a replica makes fewer optimizer steps than {len(expected.updates)}",
+            )
             return
         allowed = tolerance * scale_of(right.gradients)
         names = [name for name in right.gradients if all(name in update.gradients for update in mine)]
@@ -71,7 +74,7 @@ def _of_sum(
     tolerance: float,
     shown: str,
 ) -> Iterator[tuple[str, str]]:
-    number = len(mine)
+    number = sum(row != 0 for row in rows)  # empty shares add nothing
     final, expected = flat(mine[0].gradients, names), flat(right.gradients, names)
     local = [flat(update.local, names) for update in mine]
     has_local = all(part.shape == final.shape for part in local)
@@ -86,7 +89,7 @@ def _of_sum(
         return
     times = ratio(final, expected, tolerance)
     if times is not None:
-        yield _of_ratio(times, number, shown)
+        yield _of_ratio(times, number, rows, shown)
         return
     if has_local:
         summed = ratio(final, sum(local[1:], local[0]), tolerance)
@@ -96,8 +99,10 @@ def _of_sum(
             return
         if summed is None and _sums_to(local, rows, flat(right.local, names), tolerance):
             factors = coefficients(final, local, tolerance)
-            numbers = "" if factors is None else ": the step uses " + " + ".join(
-                f"{factor:.4g} g{k}" for k, factor in enumerate(factors)
+            numbers = (
+                ""
+                if factors is None
+                else ": the step uses " + " + ".join(f"{factor:.4g} g{k}" for k, factor in enumerate(factors))
             )
             yield (
                 "clipped before the sum",
@@ -112,11 +117,12 @@ def _of_sum(
             return
 
 
-def _of_ratio(times: float, number: int, shown: str) -> tuple[str, str]:
+def _of_ratio(times: float, number: int, rows: Sequence[int | None], shown: str) -> tuple[str, str]:
     text = f"the gradient is {times:.6g} times that of one replica, {shown}"
     near = 1e-4
-    if abs(times - number) < near * number:
-        return "loss not divided", f"{text}: each of the {number} replicas' losses is a mean over its own share"
+    filled = sum(row != 0 for row in rows)
+    if filled > 1 and abs(times - filled) < near * filled:
+        return "loss not divided", f"{text}: each of the {filled} replicas' losses is a mean over its own share"
     if abs(times * number - 1) < near:
         return "loss divided twice", f"{text}: it is divided once more by the number of replicas, {number}"
     return "loss scaled", text
@@ -140,9 +146,7 @@ def _of_shares(effective: float, number: int, rows: Sequence[int | None], shown:
     return "loss scaled", f"{text}, and each weighs {effective:.6g}, {shown}"
 
 
-def _weighted(
-    local: Sequence[Tensor], rows: Sequence[int | None], expected: Tensor, tolerance: float
-) -> float | None:
+def _weighted(local: Sequence[Tensor], rows: Sequence[int | None], expected: Tensor, tolerance: float) -> float | None:
     """Return ``q`` if the mean of the local gradients, weighted by examples, is ``q`` times the expected one."""
     counts = [row or 0 for row in rows]
     total = sum(counts)

@@ -13,7 +13,7 @@ _MAX_NODES = 300
 _THROUGH = ("Neg", "MaskedFill", "ToCopy", "Alias", "View", "Reshape", "Squeeze", "Unsqueeze", "Where", "Clone")
 
 
-def sums_of(loss: Any) -> list[tuple[int, float]]:
+def sums_of(loss: Any) -> list[tuple[int, float]]:  # noqa: C901 - a table of operations
     """Return the sums that a loss consists of.
 
     Args:

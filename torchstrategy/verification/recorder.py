@@ -40,11 +40,10 @@ class Recorder:
         self._steps: dict[int, Step] = {}
         self._local: dict[int, dict[str, Tensor]] = {}
         self._names: dict[str, nn.Module] = {}
-        self._optimizers: list[tuple[str, Optimizer]] = []
+        self._optimizers: list[tuple[str, Optimizer, list[str]]] = []
         self._parameters: dict[int, str] = {}
         self._kept: list[Any] = []
-        self._known: set[bytes] = set()
-        self._depth: dict[int, int] = {}
+        self.known: set[bytes] = set()
         self.is_single_precision = False
 
     def __deepcopy__(self, memo: Any) -> Recorder:
@@ -83,12 +82,11 @@ class Recorder:
 
     def watch_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Record an optimizer's steps under ``name``; parameters without a name are numbered."""
-        self._optimizers.append((name, optimizer))
-        number = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self.watch_parameter(f"{name}[{number}]", parameter)
-                number += 1
+        parameters = _parameters_of(optimizer)
+        for number, parameter in enumerate(parameters):
+            self.watch_parameter(f"{name}[{number}]", parameter)
+        names = [self._parameters[id(parameter)] for parameter in parameters]
+        self._optimizers.append((name, optimizer, names))
 
     def note_initial(self, replica_id: int, local_id: int = 0) -> None:
         """Keep a replica's weights as those it begins with."""
@@ -99,10 +97,20 @@ class Recorder:
         step = self.step_of(replica_id)
         for position, tensor in enumerate(tensors_of(batch)):
             hashes = hash_rows(tensor)
-            self._known.update(hashes)
+            self.known.update(hashes)
             if position == 0:  # an example is told by its first tensor: labels repeat
                 step.delivered.update(hashes)
                 step.num_rows = (step.num_rows or 0) + (len(tensor) if tensor.dim() else 1)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether something was recorded since the last finished step."""
+        return bool(self._steps)
+
+    def forget_steps(self) -> None:
+        """Drop what was recorded since the last finished step, such as the draws of initial weights."""
+        self._steps.clear()
+        self._local.clear()
 
     def finish_step(self, replica_id: int, local_id: int = 0) -> Step:
         """End a replica's step, with the weights and buffers it has now."""
@@ -158,8 +166,11 @@ class Recorder:
         @functools.wraps(fn)
         def drop(*args: Any, **kwargs: Any) -> Any:
             result = fn(*args, **kwargs)
-            if torch.is_tensor(result) and (result == 0).any():
-                self._note_draw(fn.__name__, result != 0)
+            given = args[0] if args else kwargs.get("input")
+            if isinstance(result, Tensor) and isinstance(given, Tensor) and given.shape == result.shape:
+                kept = (result != 0) | (given == 0)
+                if not kept.all():
+                    self._note_draw(fn.__name__, kept)
             return result
 
         return drop
@@ -174,7 +185,7 @@ class Recorder:
             return
         hashes: Counter[bytes] = Counter()
         for tensor in tensors_of(args):
-            hashes.update(hash for hash in hash_rows(tensor) if hash in self._known)
+            hashes.update(hash_rows(tensor))
         self.step.seen.update(hashes)
 
     @property
@@ -185,7 +196,7 @@ class Recorder:
         if parameter.grad is not None:
             self._local.setdefault(self.replica_id, {})[name] = measured(parameter.grad)
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         name, own = self._find(optimizer)
         update = Update(name)
         local = self._local.setdefault(self.replica_id, {})
@@ -198,17 +209,14 @@ class Recorder:
         self.step.updates.append(update)
 
     def _find(self, optimizer: Optimizer) -> tuple[str, Mapping[str, Tensor]]:
-        for name, known in self._optimizers:
-            for body in bodies(known):
-                if body is optimizer:
-                    mine = [p for group in known.param_groups for p in group["params"]]
-                    own = [p for group in optimizer.param_groups for p in group["params"]]
-                    pairs = zip(mine, own, strict=False)
-                    return name, {self._parameters.get(id(a), f"{name}[?]"): b for a, b in pairs}
+        own = _parameters_of(optimizer)
+        for name, known, names in self._optimizers:
+            if any(body is optimizer for body in bodies(known)):
+                names = [*names, *(f"{name}[{k}]" for k in range(len(names), len(own)))]
+                return name, dict(zip(names, own, strict=False))
         name = f"optimizer{len(self._optimizers)}"
         self.watch_optimizer(name, optimizer)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        return name, {self._parameters[id(p)]: p for p in own}
+        return name, dict(zip(self._optimizers[-1][2], own, strict=True))
 
     def _state(self, local_id: int, *, buffers: bool) -> dict[str, Tensor]:
         state = {}
@@ -219,3 +227,7 @@ class Recorder:
             for key, tensor in own.named_buffers() if buffers else own.named_parameters():
                 state[f"{name}.{key}" if name else key] = measured(tensor)
         return state
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -12,7 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Backward", "Draw", "Replica", "Run", "Step", "Update", "dump", "hash_rows", "load", "measured", "tensors_of"]
+__all__ = [
+    "Backward",
+    "Draw",
+    "Replica",
+    "Run",
+    "Step",
+    "Update",
+    "dump",
+    "hash_rows",
+    "load",
+    "measured",
+    "tensors_of",
+]
 
 
 @dataclass
@@ -77,6 +89,7 @@ class Run:
     replicas: dict[int, Replica] = field(default_factory=dict)
     error: str | None = None
     is_single_precision: bool = False
+    known: set[bytes] = field(default_factory=set)  # the rows of all tensors that were delivered
 
     @property
     def title(self) -> str:
@@ -132,6 +145,5 @@ def dump(run: Run) -> bytes:
 
 def load(data: bytes) -> Run:
     """Read what ``dump`` has written in a process of ours."""
-    run = torch.load(io.BytesIO(data), weights_only=False)
-    assert isinstance(run, Run)
+    run: Run = torch.load(io.BytesIO(data), weights_only=False)
     return run
