@@ -78,7 +78,9 @@ class Recorder:
         self._kept.append(parameter)
         self.is_single_precision |= parameter.dtype not in (torch.float64, torch.complex128)
         if parameter.requires_grad and parameter.is_leaf:
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note_local, name))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(self._note_local, name)
+            )
 
     def watch_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Record an optimizer's steps under ``name``; parameters without a name are numbered."""
