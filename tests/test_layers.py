@@ -41,7 +41,7 @@ LAYERS = [
         "coordinator",
     },
     {"testing", "callbacks", "feature_column"},
-    {"training"},
+    {"training", "verification"},
     {"estimator"},
     {"compat", "experimental", "train", "config", "utils", "cli", "models", "optimizers", "tpu"},
     {"__init__", "__main__"},

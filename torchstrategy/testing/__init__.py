@@ -1,4 +1,7 @@
-"""Helpers for tests of distributed programs: processes to call functions in, clusters, and pytest fixtures of both."""
+"""Helpers for tests of distributed programs: processes to call functions in, clusters, and pytest fixtures of both.
+
+``verify_replication`` compares a program's numbers with those of one replica.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,27 @@ from torchstrategy import later
 if typing.TYPE_CHECKING:
     from torchstrategy.testing.cluster import LocalCluster
     from torchstrategy.testing.processes import Outcome, ProcessPool, RemoteError, run_in_processes
+    from torchstrategy.verification.api import verify_replication
+    from torchstrategy.verification.report import VerificationReport
 
-__all__ = ["LocalCluster", "Outcome", "ProcessPool", "RemoteError", "run_in_processes"]
+__all__ = [
+    "LocalCluster",
+    "Outcome",
+    "ProcessPool",
+    "RemoteError",
+    "VerificationReport",
+    "run_in_processes",
+    "verify_replication",
+]
 
 _HOMES = {
     "LocalCluster": "torchstrategy.testing.cluster",
     "Outcome": "torchstrategy.testing.processes",
     "ProcessPool": "torchstrategy.testing.processes",
     "RemoteError": "torchstrategy.testing.processes",
+    "VerificationReport": "torchstrategy.verification.report",
     "run_in_processes": "torchstrategy.testing.processes",
+    "verify_replication": "torchstrategy.verification.api",
 }
 
 if not typing.TYPE_CHECKING:

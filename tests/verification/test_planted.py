@@ -1,0 +1,41 @@
+"""Planted mistakes are found, with their causes."""
+
+import functools
+
+import pytest
+
+import torchstrategy as ts
+from tests.verification.planted import CAUSES, build, make_batches
+
+KINDS = ["mlp", "conv", "transformer"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mistake", CAUSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cause_is_named_in_one_process(kind, mistake):
+    report = ts.testing.verify_replication(
+        functools.partial(build, kind=kind, mistake=mistake), make_batches(kind), replicas=(2, 3), processes=()
+    )
+    assert not report.ok
+    assert report.kinds == {CAUSES[mistake]}, str(report)
+
+
+QUICK = [("mlp", "one rank"), ("mlp", "seen twice")]  # each starts processes, which takes seconds
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    [
+        pytest.param(k, m, marks=[] if (k, m) in QUICK else pytest.mark.slow, id=f"{k}-{m}")
+        for k in KINDS
+        for m in CAUSES
+    ],
+)
+def test_cause_is_named_in_processes(kind, mistake):
+    report = ts.testing.verify_replication(
+        functools.partial(build, kind=kind, mistake=mistake), make_batches(kind), replicas=(), processes=(2,)
+    )
+    assert not report.ok
+    assert report.kinds == {CAUSES[mistake]}, str(report)
