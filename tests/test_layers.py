@@ -13,7 +13,7 @@ PACKAGE = "torchstrategy"
 LAYERS = [
     {"errors", "options", "tree", "log", "labels", "heartbeat", "names", "version", "host_memory", "later"},
     {"devices", "context", "fingerprints", "xla"},
-    {"values", "cluster_resolver"},
+    {"values", "cluster_resolver", "lone_values"},
     {"collectives", "data", "transport"},
     {"replicas"},
     {"gradients", "parameter_server"},

@@ -27,6 +27,7 @@ from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.gradients.watching import watched
 from torchstrategy.log import info_once, set_rank, show_info
+from torchstrategy.lone_values import serve_lone_values
 from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
 from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.replica_context import ReplicaContext
@@ -106,6 +107,7 @@ class Strategy:
         if placement.num_replicas > 1:
             install()
             serve_layers_of_torch()
+            serve_lone_values()
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from torchstrategy.collectives.autograd import differentiable_all_reduce
 from torchstrategy.context import current_replica_context
+from torchstrategy.lone_values import trains_on_one
 from torchstrategy.options import ReduceOp
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, value: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, context: ReplicaContext
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, variance, count = _combine(_all_rows(_own_row(value), context))
-        if value.device.type == "cpu" and count == 1:
+        if value.device.type == "cpu" and count == 1 and not trains_on_one.get():
             raise ValueError(
                 "Expected more than 1 value per channel when training. Over all replicas there is one: "
                 f"input {tuple(value.shape)} on replica {context.replica_id_in_sync_group}."

@@ -748,3 +748,79 @@ def test_a_function_that_returns_one_number_is_refused(num_replicas, loss):
 def test_losses_that_do_not_fit_the_examples(loss, message):
     with pytest.raises((ValueError, TypeError), match=message):
         CompiledLoss(loss)(torch.zeros(4), torch.zeros(4, 1))
+
+
+class Heads(nn.Module):
+    """Outputs in a dict or a list."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.a, self.b, self.form = nn.Linear(2, 1), nn.Linear(2, 2), form
+
+    def forward(self, x):
+        return FORMS[self.form](self.a(x), self.b(x))
+
+
+FORMS = {"list": lambda a, b: [a, b], "dict": lambda a, b: {"a": a, "b": b}}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("part", ["loss", "loss_weights", "metrics", "y", "sample_weight"])
+@pytest.mark.parametrize(("outputs", "given"), [("dict", "list"), ("list", "dict")])
+def test_lists_and_dicts_do_not_mix(num_replicas, part, outputs, given):
+    forms = {name: FORMS[given if name == part else outputs] for name in ("loss", "loss_weights", "metrics", "y")}
+    weight = FORMS[given if part == "sample_weight" else outputs](torch.ones(6), torch.ones(6))
+    loss = losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    strategy = ts.MirroredStrategy(cpus(num_replicas))
+    with strategy.scope():
+        model = ts.Model(Heads(outputs))
+        model.compile(
+            "sgd", forms["loss"](loss, "mse"), forms["loss_weights"](1.0, 2.0), forms["metrics"](["mae"], ["mae"])
+        )
+    y = forms["y"](torch.ones(6, 1), torch.ones(6, 2))
+    with pytest.raises((ValueError, ts.errors.InvalidArgumentError), match=rf"^{part}\b.*(dict|list|key|structure)"):
+        model.fit(torch.ones(6, 2), y, sample_weight=weight, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_no_reduction_of_several_outputs(num_replicas):
+    """Keras adds the outputs' vectors, to which a number is broadcast: the sum is that of all elements."""
+    strategy = ts.MirroredStrategy(cpus(num_replicas))
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = ts.Model(Heads("dict")).double()
+        unreduced = losses.MeanSquaredError(reduction="none")
+        model.compile(functools.partial(torch.optim.SGD, lr=0.01), {"a": unreduced, "b": "mse"}, {"a": 1.0, "b": 0.5})
+    torch.manual_seed(0)
+    heads = Heads("list").double()
+    x, a, b = inputs()[:5], values(1)[:5], values(2)[:5]
+    found = model.fit(x, {"a": a, "b": b}, batch_size=5, verbose=0).history
+    y_a, y_b = heads(x)
+    each = (y_a - a).square().mean(-1) + 0.5 * (y_b - b).square().mean()
+    each.sum().backward()
+    assert found["loss"] == [pytest.approx(each.mean().item(), rel=1e-12)]
+    for own, other in zip(model.module.parameters(), heads.parameters(), strict=True):
+        torch.testing.assert_close(own, other - 0.01 * other.grad, rtol=0, atol=1e-12)
+
+
+def test_no_reduction_goes_without_losses_of_layers():
+    model = ts.Model(nn.Linear(2, 1))
+    ts.regularize(model.module, "weight", ts.regularizers.L2(0.1))
+    model.compile("sgd", losses.MeanSquaredError(reduction=None))
+    with pytest.raises(ValueError, match=r"^fit: a loss with reduction='none'.*reduction='sum'"):
+        model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
+
+
+def test_no_reduction_with_accumulation():
+    x, y = inputs()[:7], values(1)[:7]
+    weights = []
+    for options, batch_size in (({"gradient_accumulation_steps": 3}, 3), ({}, 7)):
+        with ts.MirroredStrategy(cpus(2)).scope():
+            torch.manual_seed(0)
+            model = ts.Model(nn.Linear(2, 1).double())
+            loss = losses.MeanSquaredError(reduction=None)
+            model.compile(functools.partial(torch.optim.SGD, lr=0.01), loss, **options)
+        history = model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0).history
+        weights.append([model.module.weight.detach().clone(), history["loss"][0]])
+    torch.testing.assert_close(*(row[0] for row in weights), rtol=0, atol=1e-12)
+    assert weights[0][1] == pytest.approx(weights[1][1], rel=1e-12)

@@ -263,7 +263,7 @@ class GradientSummer:
     def _exchange(self, record: _Record, plan: Plan | None, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
         if self._workers is None:
             return [record]
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 f"A CUDA graph is being captured at {call_site()}, where gradients are to be summed over processes. "
                 "A replayed graph could not ask the other ranks what they sum. Capture forward and backward only; "

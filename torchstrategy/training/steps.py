@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchstrategy import tree
 from torchstrategy.context import set_within
+from torchstrategy.lone_values import serve_lone_values, trains_on_one
 from torchstrategy.options import ReduceOp
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.values import BatchShares, get_shares, set_shares
@@ -90,6 +91,8 @@ def run_windows(
     context: Any = get_replica_context()
     given = context._inputs
     result = None
+    serve_lone_values()
+    token = trains_on_one.set(True)
     try:
         for number, window in enumerate(windows):
             batches = window if device is None else [_moved(batch, device) for batch in window]
@@ -105,6 +108,7 @@ def run_windows(
                         _check_returned(result, state.method)
                         state = StepState(method=state.method, autocast=state.autocast)
     finally:
+        trains_on_one.reset(token)
         context._work_on(given)  # a batch must not outlive its run
     return result
 
