@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import json
@@ -352,6 +353,31 @@ def training_loop(s, batch_size, kind, num_rows):
         per_replica = s.run(step, args=next(batches))
         losses.append([float(s.reduce(op, per_replica, axis=None)) for op in ("SUM", "MEAN")])
     return {"loss_sum_mean": losses, "w": model.weight.item(), "b": model.bias.item()}
+
+
+@_family(r"train\.fit\.(numpy\.)?G(\d)(\.adam|\.partial)?")
+def fit(s, numpy, batch_size, more):
+    """Keras' loop on the same rows; like there, the layer is a kernel of one number and a bias."""
+    rate = 0.1
+    with s.scope():
+        layer = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        model = ts.Model(layer)
+        cls = torch.optim.Adam if more == ".adam" else torch.optim.SGD
+        settings = {"eps": 1e-7} if more == ".adam" else {}
+        model.compile(functools.partial(cls, lr=rate, **settings), "mse", metrics=["mae"])
+    x = torch.arange(12.0).reshape(12, 1) / 12
+    y = 3 * x + 1
+    data = ts.data.Dataset.from_tensor_slices((x, y)).batch(int(batch_size))
+    given = {"x": x, "y": y, "batch_size": int(batch_size), "shuffle": False} if numpy else {"x": data}
+    history = model.fit(**given, epochs=3, verbose=0).history
+    return {
+        "history": {name: [float(value) for value in values] for name, values in history.items()},
+        "weights": [layer.weight.tolist(), layer.bias.tolist()],
+        "evaluate": [float(value) for value in model.evaluate(data, verbose=0)],
+        "predict": model.predict(x, batch_size=int(batch_size), verbose=0).flatten().tolist(),
+    }
 
 
 def make_in_one_process(case: Case) -> Any:
