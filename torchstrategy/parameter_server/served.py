@@ -452,12 +452,12 @@ def _leaves(tensor: Any) -> list[Any]:
     return [leaf for leaf in (tensor, tensor.binding.local) if leaf is not None and leaf.requires_grad] or [tensor]
 
 
-def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **options: Any) -> None:
+def _backward(tensors: Any, grad_tensors: Any = None, *, inputs: Any = None, **options: Any) -> None:
     """Do what ``torch.autograd.backward`` does."""
     if inputs is not None:
         inputs = [leaf for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs) for leaf in _leaves(tensor)]
     tensors, grad_tensors = replaced(tensors, _read, Served), replaced(grad_tensors, _read, Served)
-    torch.autograd.backward(tensors, grad_tensors, *args, inputs=inputs, **options)
+    torch.autograd.backward(tensors, grad_tensors, inputs=inputs, **options)
 
 
 def _gradients_of(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Any, ...]:
