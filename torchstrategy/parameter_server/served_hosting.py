@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchstrategy.log import warn_once
 from torchstrategy.parameter_server.bindings import Binding, Kind, RefreshWhenCalled
 from torchstrategy.parameter_server.optimizers import OptimizerLink
 from torchstrategy.parameter_server.served import NO_HOOKS, Served, make_served, serve, served_class
@@ -21,6 +22,9 @@ from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.variables import Variable, VariableOptions
 
 __all__ = ["ServedHosting"]
+
+#: Of a table with so many rows a step that updates all of them is much slower than one of a batch's.
+_MANY_ROWS = 100_000
 
 
 class ServedHosting(DirectHosting):
@@ -38,31 +42,68 @@ class ServedHosting(DirectHosting):
         #: What is pulled when a root is called.
         self._refreshed: weakref.WeakKeyDictionary[nn.Module, list[Binding]] = weakref.WeakKeyDictionary()
         self._num_variables = 0
+        self._refused: dict[int, weakref.ref[Any]] = {}
 
     @override
     def adopt_new(self) -> None:
         if not self._record.has_new:
             return
         new = self._record.take_new()
+        waiting = [obj for obj in new if _is_lazy(obj)]
         try:
             self._find_roots()
             for root in {id(root): root for root in (reference() for reference, _ in self._roots.values())}.values():
-                if root is not None and not metric_states.is_metric(root):
-                    self._adopt_module(root)
-            while new:  # what was refused is not tried again by the next scope
+                if root is not None and not _is_lazy(root) and not self._was_refused(root):
+                    self._take(root)
+            while new:
                 obj = new.pop(0)
-                if isinstance(obj, Optimizer):
-                    self.adopt_optimizer(obj)
-        except BaseException:
-            for obj in new:
+                if not isinstance(obj, Optimizer) or _is_lazy(obj):
+                    continue
+                if self._refused_modules_of(obj):
+                    self._refused[id(obj)] = weakref.ref(obj)  # with its module, whose error was raised
+                else:
+                    self._take(obj)
+        finally:
+            for obj in {id(obj): obj for obj in (*new, *waiting)}.values():
                 self._record.put_back(obj)
-            raise
         self._slots = None
+
+    def require(self, obj: Any) -> None:
+        """See to it that the servers have an object that a function refers to.
+
+        Raises:
+            Exception: why they don't.
+        """
+        if self._record.has_new and _is_lazy(obj):
+            for name, tensor in _named_tensors(obj):
+                _check_servable(name, tensor)
+        if self._was_refused(obj):
+            self._take(obj)
+
+    def _refused_modules_of(self, obj: Any) -> list[nn.Module]:
+        """Return the modules that were refused and have parameters of an optimizer."""
+        if not self._refused or not isinstance(obj, Optimizer):
+            return []
+        parameters = {id(tensor) for _, tensor in _named_tensors(obj)}
+        roots = [root for root in (reference() for reference in self._refused.values()) if isinstance(root, nn.Module)]
+        return [root for root in roots if any(id(p) in parameters for p in root.parameters())]
+
+    def _was_refused(self, obj: Any) -> bool:
+        reference = self._refused.get(id(obj))
+        return reference is not None and reference() is obj
+
+    def _take(self, obj: Any) -> None:
+        """Put a root or an optimizer on the servers; one that they refuse is not tried again until it is needed."""
+        self._refused[id(obj)] = weakref.ref(obj)
+        if isinstance(obj, Optimizer):
+            self.adopt_optimizer(obj)
+        elif not metric_states.is_metric(obj):
+            self._adopt_module(obj)
+        del self._refused[id(obj)]
 
     @override
     def leave_scope(self) -> None:
-        if any(not _is_lazy(obj) for obj in self._record.peek_new()):
-            self.adopt_new()
+        self.adopt_new()
 
     def make_variable(self, value: Tensor, options: VariableOptions) -> Variable:
         """Make a ``ts.Variable`` on the servers."""
@@ -95,18 +136,48 @@ class ServedHosting(DirectHosting):
         number = self._strategy.shipper.number(optimizer)
         if number in self._links:
             return
+        for root in self._refused_modules_of(optimizer):
+            self._take(root)  # says again why it was refused, unless that was mended
         if owner(optimizer) is self._strategy:
-            for k, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                if not isinstance(parameter, Served):  # made in the scope, in no module
-                    self._serve(f"parameter_{k}", parameter, Kind.PARAMETER)
+            in_no_module = [(name, p) for name, p in _named_tensors(optimizer) if not isinstance(p, Served)]
+            for name, parameter in in_no_module:
+                _check_servable(name, parameter)
+            for name, parameter in in_no_module:
+                self._serve(name, parameter, Kind.PARAMETER)
         else:
             self._record.own(optimizer)
         link = OptimizerLink(optimizer, number, self._strategy.bindings, _binding_of)
         link.define()
         link.attach()
         self._links[number] = link
+        self._warn_of_dense_tables(optimizer)
+
+    def _warn_of_dense_tables(self, optimizer: Optimizer) -> None:
+        """Name large tables of which every step updates all rows, although a batch looks up few."""
+        trained: set[int] = {
+            id(p) for _, p in _named_tensors(optimizer) if p.requires_grad and p.dim() and len(p) >= _MANY_ROWS
+        }
+        if not trained:
+            return
+        modules = [module for module in self._record if isinstance(module, nn.Module)]
+        uses = [
+            (m, name, p) for m in modules for name, p in m._parameters.items() if p is not None and id(p) in trained
+        ]
+        trained.difference_update(id(p) for m, name, p in uses if not _is_table(m, name))  # an output layer, say
+        tables: dict[int, Any] = {id(p): p for m, _, p in uses if id(p) in trained and not m.sparse}
+        for parameter in tables.values():
+            warn_once(
+                f"Each step of {type(optimizer).__name__} sends and updates all {len(parameter):,} rows of the "
+                f"embedding {parameter.binding.spec.name!r}, also those that no batch looks up. Make it with "
+                "sparse=True, and give it an optimizer of its own that knows sparse gradients: torch.optim.SparseAdam, "
+                "Adagrad or SGD.",
+                of=self,
+            )
 
     def _adopt_module(self, root: nn.Module) -> None:
+        for name, tensor in _named_tensors(root):
+            if not isinstance(tensor, Served):
+                _check_servable(name, tensor)  # all of them, before one is changed
         bindings: list[Binding] = []
         for prefix, module in metric_states.modules_but_metrics(root):
             for kind, tensors in ((Kind.PARAMETER, module._parameters), (Kind.BUFFER, module._buffers)):
@@ -123,18 +194,6 @@ class ServedHosting(DirectHosting):
         known[:] = [binding for binding in bindings if binding.kind is not Kind.ROWS]
 
     def _serve(self, name: str, tensor: Tensor, kind: Kind) -> None:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"The parameter {name!r} of a lazy module has no shape yet, so it can't be put on a parameter server. "
-                "Call the module once with an example input inside the scope, right after it is made."
-            )
-        if type(tensor) not in (nn.Parameter, torch.Tensor):
-            raise TypeError(
-                f"The parameter or buffer {name!r} is a {type(tensor).__name__}, which parameter servers don't hold. "
-                "Use an nn.Parameter, a plain tensor or a ts.Variable."
-            )
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            raise NotImplementedError(NO_HOOKS.format(name=name))
         binding = self._create(name, tensor.detach(), kind, trainable=isinstance(tensor, nn.Parameter))
         binding.requires_grad = tensor.requires_grad
         serve(tensor, self._strategy.bindings, binding)
@@ -167,13 +226,50 @@ def _descendants(root: nn.Module) -> Iterator[nn.Module]:
     return (module for _, module in _modules_of(root) if module is not root)
 
 
+def _is_table(module: nn.Module, name: str) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and name == "weight"
+
+
 def _kind_of(module: nn.Module, name: str, kind: Kind) -> Kind:
-    looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and name == "weight" and module.sparse
-    return Kind.ROWS if looks_up else kind
+    return Kind.ROWS if _is_table(module, name) and module.sparse else kind
+
+
+def _named_tensors(obj: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what of a module, but for its metrics, or of an optimizer the servers hold."""
+    if isinstance(obj, Optimizer):
+        for k, parameter in enumerate(p for group in obj.param_groups for p in group["params"]):
+            yield f"parameter_{k}", parameter
+    elif isinstance(obj, nn.Module):
+        for prefix, module in _modules_of(obj):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def _is_lazy(obj: Any) -> bool:
-    return isinstance(obj, nn.Module) and any(is_lazy(p) for p in (*obj.parameters(), *obj.buffers()))
+    return any(is_lazy(tensor) for _, tensor in _named_tensors(obj))
+
+
+def _check_servable(name: str, tensor: Tensor) -> None:
+    """Check that the servers can hold a parameter or buffer.
+
+    Raises:
+        ValueError: it has no shape.
+        TypeError: it is of a class of its own.
+        NotImplementedError: it has hooks.
+    """
+    if is_lazy(tensor):
+        raise ValueError(
+            f"The parameter {name!r} of a lazy module has no shape yet, so it can't be put on a parameter server. "
+            "Call the module once with an example input inside the scope, right after it is made."
+        )
+    if type(tensor) not in (nn.Parameter, torch.Tensor):
+        raise TypeError(
+            f"The parameter or buffer {name!r} is a {type(tensor).__name__}, which parameter servers don't hold. "
+            "Use an nn.Parameter, a plain tensor or a ts.Variable."
+        )
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        raise NotImplementedError(NO_HOOKS.format(name=name))
 
 
 def _binding_of(tensor: Tensor) -> Binding | None:

@@ -187,6 +187,9 @@ class Shipper:
         return tuple(keys)
 
     def _object_key(self, obj: Any) -> str:
+        strategy = self._strategy()
+        if strategy is not None:
+            strategy.hosting.require(obj)
         entry = self._entry(id(obj), obj, "o")
         state = state_of(obj)
         if entry.pickled is None or entry.watched != state:
