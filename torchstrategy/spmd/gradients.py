@@ -64,7 +64,7 @@ class SpmdGradients:
                 )
             gradients.append(parameter.grad if state is State.LOCAL else None)
         marked = [state is not State.LOCAL for state in states]  # an edited one can't be looked at, but was summed
-        buffers = self._hosting.state.buffers_to_average(all_of_them=self._hosting.num_groups > 1)
+        buffers = self._hosting.state.buffers_to_average(parameters, all_of_them=self._hosting.num_groups > 1)
         values = {key: buffer.detach() for key, buffer in buffers.items()}
         own = _Part(gradients, values, self._hosting.local_of(buffers))
         totals, means = context._meet(MergeRequest("the sum of gradients", self._merge, (own, marked)))

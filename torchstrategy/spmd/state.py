@@ -6,15 +6,15 @@ At the next run every replica finds its own again, unless the program has writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.record import Record
-from torchstrategy.replicas.variables import Variable
 
 __all__ = ["ReplicaState"]
 
@@ -39,6 +39,7 @@ class ReplicaState:
         self._record = record
         self._slots = slots
         self._held: dict[int, _Held] = {}
+        self._buffers = BufferSync(record, slots)
         self.leave()
 
     def enter(self, is_local: Callable[[Tensor], bool], mark_shared: Callable[[Tensor], Tensor]) -> None:
@@ -91,14 +92,19 @@ class ReplicaState:
         """Note the replicas' values of a tensor that has replica 0's already."""
         self._held[id(tensor)] = _Held(TensorWeakRef(tensor), tensor._version, rows)
 
-    def buffers_to_average(self, *, all_of_them: bool) -> dict[int, Tensor]:
-        """Return the buffers that differ between replicas, by a number; or all of them."""
+    def buffers_to_average(self, parameters: Sequence[Tensor], *, all_of_them: bool) -> dict[int, Tensor]:
+        """Return the buffers that differ between replicas, by a number; or all of them.
+
+        Args:
+            parameters: only those that go with these parameters of an optimizer, see ``BufferSync``.
+            all_of_them: return also those that don't differ.
+        """
+        wanted = self._buffers.candidates(hash(tuple(map(id, parameters))) or 1, parameters)
+        places = {(id(dicts[0]), name) for dicts, name in wanted}
         found = {}
         for key, (dicts, name) in enumerate(self._slots()):
             tensor = dicts[0].get(name)
-            if not isinstance(tensor, Tensor) or isinstance(tensor, (nn.Parameter, Variable)):
-                continue
-            if all_of_them or self.is_local(tensor):
+            if (id(dicts[0]), name) in places and tensor is not None and (all_of_them or self.is_local(tensor)):
                 found[key] = tensor
         return found
 
