@@ -52,7 +52,7 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         return _reduce_mirrored(op, leaf, axis)
     num_values = strategy.num_replicas_in_sync
     if isinstance(leaf, DistributedValues):
-        _check_length(strategy, leaf)
+        _check_length(strategy, leaf, allows_fewer=True)  # as tf: all that is there counts
     if isinstance(leaf, (DistributedValues, DistributedVariable)):
         values = leaf.values
     elif axis is None and strategy.workers is not None:  # tf's rule: it counts once for each process
@@ -91,7 +91,7 @@ def _tensor_of(leaf: Any) -> Tensor:
 def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
     """Concatenate one value of all replicas; ``Strategy.gather`` has the rules."""
     if isinstance(leaf, DistributedValues):
-        _check_length(strategy, leaf)
+        _check_length(strategy, leaf, allows_fewer=True)  # as tf: all that is there counts
     if isinstance(leaf, (DistributedValues, DistributedVariable)):
         values = leaf.values
     elif strategy.workers is not None:
@@ -106,22 +106,22 @@ def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
 
 def _input_leaf(strategy: Strategy, local_id: int, leaf: Any) -> Any:
     if isinstance(leaf, DistributedValues):
-        _check_length(strategy, leaf)
+        _check_length(strategy, leaf, allows_fewer=False)
         return leaf.values[local_id]
     if isinstance(leaf, torch.nn.Parameter) and not isinstance(leaf, Variable):  # which knows the replica itself
         return strategy.hosting.counterpart(local_id, leaf)
     return leaf
 
 
-def _check_length(strategy: Strategy, leaf: DistributedValues) -> None:
-    """Check that a value is one for each replica of this process; dropping some of another strategy's would be wrong.
+def _check_length(strategy: Strategy, leaf: DistributedValues, *, allows_fewer: bool) -> None:
+    """Check that there is one value for each replica of this process: some of another strategy's would be dropped.
 
     Raises:
         IndexError: it has too few values.
         ValueError: it has too many.
     """
     count, num_local = len(leaf.values), strategy.placement.num_local
-    if count != num_local:
+    if count > num_local or (count < num_local and not allows_fewer):
         raise (IndexError if count < num_local else ValueError)(
             f"A {type(leaf).__name__} holds {count} values, but {type(strategy).__name__} has {num_local} replicas in "
             "this process. Make it with this strategy, or take the values of another one by its "

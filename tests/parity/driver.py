@@ -132,7 +132,7 @@ def family_of(case: Case) -> str:
 def difference(case: Case, expected: Any) -> str | None:
     """Run a case and return how its result differs from ``expected``, or ``None`` if it does not."""
     got = run_case(case)
-    return None if matches(expected, got) else f"{case.id}: expected {_short(expected)}, got {_short(got)}"
+    return None if matches(expected, got) else f"{case.id}: expected {short(expected)}, got {short(got)}"
 
 
 def run_case(case: Case) -> Any:
@@ -250,7 +250,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a result as a text of limited length."""
     if isinstance(value, dict) and "exception" in value:
         error = value["exception"]
         return f"{type(error).__name__}: {str(error)[:200]}"

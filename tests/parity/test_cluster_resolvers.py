@@ -211,14 +211,21 @@ KUBERNETES = {
 }
 
 
-def tpu(case):
-    if case["id"] == "tpu.jobname":
-        resolver = ts.cluster_resolver.TPUClusterResolver("grpc://10.1.2.3:8470", job_name="tpu_worker", environ={})
-        return [resolver.cluster_spec().as_dict(), resolver.get_job_name()]
-    resolver = ts.cluster_resolver.TPUClusterResolver(
-        "grpc://10.1.2.3:8470", coordinator_name="coordinator", coordinator_address="10.128.1.5:10203", environ={}
-    )
-    return [resolver.cluster_spec().as_dict(), resolver.master(), resolver.task_type, resolver.task_id]
+def tpu_of(*asked, **kwargs):
+    resolver = ts.cluster_resolver.TPUClusterResolver("grpc://10.1.2.3:8470", environ={}, **kwargs)
+    return [resolver.cluster_spec().as_dict(), *(ask(resolver) for ask in asked)]
+
+
+TPU = {
+    "tpu.jobname": lambda: tpu_of(lambda r: r.get_job_name(), job_name="tpu_worker"),
+    "tpu.address_coord": lambda: tpu_of(
+        lambda r: r.master(),
+        lambda r: r.task_type,
+        lambda r: r.task_id,
+        coordinator_name="coordinator",
+        coordinator_address="10.128.1.5:10203",
+    ),
+}
 
 
 # multi_worker_util
@@ -280,7 +287,7 @@ AREAS = {
     "union": lambda case: UNION[case["id"]](),
     "slurm": slurm,
     "k8s": lambda case: KUBERNETES[case["id"]](),
-    "tpu": tpu,
+    "tpu": lambda case: TPU[case["id"]](),
     "mwu": util,
     "co": communication,
 }

@@ -509,3 +509,32 @@ def test_the_model_is_sent_once(in_order, monkeypatch):
     model.fit(x, y, epochs=2, verbose=0, validation_data=(x, y))
     model.train_on_batch(x, y)
     assert made == []
+
+
+def test_frozen_parts_and_batches_of_one(strategy):
+    with strategy.scope():
+        torch.manual_seed(0)
+        backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        backbone.requires_grad_(False).eval()
+        model = ts.Model(nn.Sequential(backbone, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        model.compile("sgd", "mse")
+    x, y = arrays()
+    model.fit(x[:9], y[:9], batch_size=4, verbose=0)  # batches of 4, 4 and 1
+    assert [module.training for module in model.module] == [False, True, True, True]
+    assert backbone[1].running_mean.tolist() == [0.0] * 4
+    assert model.module[2].running_mean.abs().min() > 0
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_steps_without_a_batch_size_and_no_reduction(in_order):
+    x, y = arrays()
+    histories = []
+    for given in (ts.get_strategy(), in_order):
+        with given.scope():
+            torch.manual_seed(0)
+            model = ts.Model(nn.Linear(3, 1))
+            optimizer = functools.partial(torch.optim.SGD, lr=0.01)
+            model.compile(optimizer, ts.losses.MeanSquaredError(reduction=None))
+        history = model.fit(x, y, steps_per_epoch=4, epochs=2, shuffle=False, verbose=0).history
+        histories.append([*history["loss"], model.evaluate(x, y, steps=3, verbose=0)])
+    assert histories[0] == pytest.approx(histories[1], abs=1e-12)
