@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from torchstrategy.data.pipeline.dataset import AUTOTUNE, Dataset, TextLineDataset
     from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY
     from torchstrategy.data.pipeline.options import Options
+    from torchstrategy.data.splitters import register_splitter
     from torchstrategy.options import AutoShardPolicy
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TextLineDataset",
     "experimental",
     "readers",
+    "register_splitter",
 ]
 
 #: Programs that bring a DataLoader or arrays need none of these modules.
@@ -41,6 +43,7 @@ _LATER = {
     "UNKNOWN_CARDINALITY": "torchstrategy.data.pipeline.op",
     "experimental": "torchstrategy.data.experimental",
     "readers": "torchstrategy.data.readers",
+    "register_splitter": "torchstrategy.data.splitters",
 }
 
 if not typing.TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """The components of one batch: cut along their first dimension, put together, made empty, described.
 
-Components are tensors; numpy arrays become tensors that share their memory, and a list of strings, as torch's default
-collate function makes, counts as one component. ``None`` goes to every replica as it is.
+Components are tensors; numpy arrays become tensors that share their memory. A list with an entry for each example,
+such as torch's default collate function makes of strings, and an object of a registered type count as one component.
+``None`` goes to every replica as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchstrategy import tree
+from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.split import share_bounds, share_sizes
+from torchstrategy.data.splitters import Splittable, as_splittable
 from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.values import BatchShares
@@ -41,6 +44,7 @@ __all__ = [
     "describe",
     "division",
     "empty_like",
+    "from_plain",
     "join_parts",
     "plain_leaves",
     "signature",
@@ -94,10 +98,6 @@ class LocalBatch:
     spec: Any
 
 
-class _Strings(list[str]):
-    """A list of strings that counts as one component; being a subclass, pytrees take it for a leaf."""
-
-
 def components(batch: Any) -> Components:
     """Take a batch apart; numpy arrays become tensors."""
     cls = type(batch)
@@ -109,7 +109,7 @@ def components(batch: Any) -> Components:
 
 def batch_length(leaf: Any) -> int | None:
     """Return the size of a component's batch dimension, or ``None`` if it has none."""
-    if isinstance(leaf, _Strings):
+    if isinstance(leaf, (Examples, Splittable)):
         return len(leaf)
     if isinstance(leaf, Tensor):
         return int(leaf.size(0)) if leaf.dim() else None
@@ -134,8 +134,9 @@ def check_splittable(batch: Components, num_replicas: int) -> None:
         if leaf is not None and batch_length(leaf) is None:
             raise IndexError(
                 f"Component {i} of a batch has no batch dimension to split over {num_replicas} replicas: {_name(leaf)}."
-                " Every component of a global batch must be a tensor of shape [batch, ...]. Batch the dataset, or pass "
-                "such a value to `run` as an argument of its own."
+                " Every component of a global batch must be a tensor of shape [batch, ...]. Batch the dataset, pass "
+                "such a value to `run` as an argument of its own, or say how the examples of its type are cut "
+                "(ts.data.register_splitter)."
             )
 
 
@@ -205,11 +206,13 @@ def concatenate(parts: Sequence[Components]) -> Components:
 
 
 def plain_leaves(batch: Components) -> list[Any]:
-    """Return the leaves as what a state may hold: tensors with memory of their own, lists of strings."""
-    return [
-        leaf.clone() if isinstance(leaf, Tensor) else list(leaf) if isinstance(leaf, _Strings) else leaf
-        for leaf in batch.leaves
-    ]
+    """Return the leaves as what a state may hold: tensors with memory of their own, lists."""
+    return list(map(_plain, batch.leaves))
+
+
+def from_plain(leaf: Any) -> Any:
+    """Return the leaf that ``plain_leaves`` made something plain of."""
+    return Examples(leaf["examples"], leaf["kind"]) if isinstance(leaf, dict) and "examples" in leaf else leaf
 
 
 def signature(leaf: Any) -> str:
@@ -223,7 +226,9 @@ def component_kind(leaf: Any) -> str:
     """Return dtype and number of dimensions of a component, or its type."""
     if isinstance(leaf, Tensor):
         return _tensor_kind(leaf.dtype, leaf.dim())
-    return "strings" if isinstance(leaf, _Strings) else type(leaf).__name__
+    if isinstance(leaf, Examples):
+        return leaf.kind if _is_strings(leaf) else f"{leaf.kind} of examples"
+    return type(leaf.value if isinstance(leaf, Splittable) else leaf).__name__
 
 
 @functools.lru_cache(maxsize=64)
@@ -238,8 +243,8 @@ def blank_leaf(kind: str, sizes: Sequence[int] | None) -> Any:
         kind: what ``component_kind`` returned.
         sizes: its dimensions but the first.
     """
-    if kind == "strings":
-        return _Strings()
+    if kind == "strings" or kind.endswith(" of examples"):
+        return Examples(kind=kind.partition(" ")[0])
     if kind == "NoneType":
         return None
     if kind == "ndarray":  # of strings or other objects: numbers are tensors
@@ -283,8 +288,10 @@ def empty_like(batch: Components) -> Components:
 
 
 def as_given(leaf: Any) -> Any:
-    """Return a component as the user's batches have it: strings in a plain list."""
-    return list(leaf) if isinstance(leaf, _Strings) else leaf
+    """Return a component as the user's batches have it."""
+    if isinstance(leaf, Examples):
+        return leaf.as_given()
+    return leaf.value if isinstance(leaf, Splittable) else leaf
 
 
 def describe(leaf: Any) -> Any:
@@ -296,7 +303,9 @@ def describe(leaf: Any) -> Any:
         return TensorSpec((None, *sizes[1:]) if leaf.dim() else (), leaf.dtype)
     if isinstance(leaf, np.ndarray):
         return TensorSpec((None, *leaf.shape[1:]), leaf.dtype.type)
-    return TensorSpec((None,), str) if isinstance(leaf, _Strings) else TensorSpec((), type(leaf))
+    if isinstance(leaf, Examples):
+        return TensorSpec((None,), str if _is_strings(leaf) else type(leaf.as_given()))
+    return TensorSpec((None,), type(leaf.value)) if isinstance(leaf, Splittable) else TensorSpec((), type(leaf))
 
 
 def _check_specs(parts: Sequence[Components]) -> None:
@@ -318,8 +327,13 @@ def _differ(column: Sequence[Any]) -> bool:
 
 def _concatenate(column: Sequence[Any]) -> Any:
     first = column[0]
-    if isinstance(first, _Strings):
-        return _Strings(value for leaf in column for value in leaf)
+    if isinstance(first, Examples):
+        return Examples((value for leaf in column for value in leaf), first.kind)
+    if isinstance(first, Splittable):
+        raise TypeError(
+            f"Batches of {type(first.value).__name__} can't be put together to make the sizes that the replicas need. "
+            "Give batches of one replica's size with distribute_datasets_from_function, or a map-style DataLoader."
+        )
     if isinstance(first, np.ndarray):
         return np.concatenate(column)
     return torch.cat(tuple(column)) if isinstance(first, Tensor) else first
@@ -328,6 +342,11 @@ def _concatenate(column: Sequence[Any]) -> Any:
 def _unify(batch: Any) -> Any:
     if isinstance(batch, np.ndarray):
         return _as_tensor(batch)
+    if type(batch) is Examples:
+        return Examples(map(_tensors, batch), batch.kind)
+    registered = as_splittable(batch)
+    if registered is not None:
+        return registered
     if isinstance(batch, Mapping):
         cls = OrderedDict if isinstance(batch, OrderedDict) else dict
         return cls((key, _unify(value)) for key, value in batch.items())
@@ -339,8 +358,27 @@ def _unify(batch: Any) -> Any:
             object.__setattr__(result, field.name, _unify(getattr(batch, field.name)))
         return result
     if type(batch) in (list, tuple):
-        return _Strings(batch) if _all_strings(batch) else type(batch)(map(_unify, batch))
-    return tree.map_leaves(lambda leaf: _as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
+        return Examples(batch, "strings") if _all_strings(batch) else type(batch)(map(_unify, batch))
+    return _tensors(batch)
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, Splittable):
+        raise TypeError(
+            f"The position in the data can't be saved while part of a {type(leaf.value).__name__} is left over. Save "
+            "it at the end of an epoch, or give batches of one replica's size with distribute_datasets_from_function."
+        )
+    if isinstance(leaf, Examples) and not _is_strings(leaf):
+        return {"examples": list(leaf), "kind": leaf.kind}
+    return leaf.clone() if isinstance(leaf, Tensor) else list(leaf) if isinstance(leaf, Examples) else leaf
+
+
+def _tensors(structure: Any) -> Any:
+    return tree.map_leaves(lambda leaf: _as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, structure)
+
+
+def _is_strings(leaf: Any) -> bool:
+    return isinstance(leaf, Examples) and leaf.kind == "strings"
 
 
 def _all_strings(values: Iterable[Any]) -> bool:
@@ -362,8 +400,8 @@ def _cut(leaf: Any, start: int, stop: int | None) -> Any:
         return leaf[start:stop]  # twice as fast as narrow
     if leaf is None or stop is None:
         return leaf
-    if isinstance(leaf, _Strings):
-        return _Strings(leaf[start:stop])
+    if isinstance(leaf, (Examples, Splittable)):
+        return leaf.cut(start, stop)
     if isinstance(leaf, np.ndarray):
         return leaf[start:stop]
     if leaf.is_nested:

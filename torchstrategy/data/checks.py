@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from torchstrategy import tree
 from torchstrategy.data.agreement import Workers, known_length
 from torchstrategy.data.batch import Components, component_kind
+from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.devices import Placement
 from torchstrategy.errors import DisagreementError
@@ -145,4 +146,6 @@ def raw_bytes(leaf: Any, which: slice) -> bytes:
         return rows.flatten().as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray):
         return b"" if leaf.dtype.hasobject or not leaf.ndim else np.ascontiguousarray(leaf[which]).tobytes()
+    if isinstance(leaf, Examples) and leaf.kind != "strings":
+        return b"".join(raw_bytes(value, slice(None)) for entry in leaf[which] for value in tree.all_leaves(entry))
     return repr(leaf[which]).encode() if isinstance(leaf, list) else b""

@@ -15,6 +15,7 @@ from torchstrategy.data.agreement import Workers, check_equal
 from torchstrategy.data.checks import checksum, note_small_batch
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.dataset import DistributedDataset
+from torchstrategy.data.example_lists import with_example_lists
 from torchstrategy.data.from_function import FunctionPipelines
 from torchstrategy.data.loader import IndexedLoader, has_index_batches
 from torchstrategy.data.numpy import ArrayBatches, ArrayDataset, make_numpy_dataset
@@ -85,6 +86,8 @@ def distribute_dataset(
     sharding = choose_sharding(data, auto_shard_policy, workers)
     if isinstance(data, DataLoader) and sharding.policy is not AutoShardPolicy.OFF:
         _check_sampler(data)
+    if placement.num_replicas > 1:
+        data = with_example_lists(data)
     make = functools.partial(_make_source, data, placement=placement, workers=workers)
     other = None if sharding.other is None else make(sharding.other)
     return DistributedDataset(make(sharding.policy), placement, workers, options, sharding, other)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchstrategy.data.agreement import Workers
-from torchstrategy.data.batch import Components, components, plain_leaves
+from torchstrategy.data.batch import Components, components, from_plain, plain_leaves
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.position import END, Position, StreamReader
 from torchstrategy.data.rounds import Rounds
@@ -63,7 +63,7 @@ class PipelineReader:
             reader, leftover = self._readers[position.current], position.leftovers[position.current]
             if leftover is not None:
                 position.leftovers[position.current] = None
-                return components(first_element(reader.data).spec.unflatten(leftover))
+                return components(first_element(reader.data).spec.unflatten(list(map(from_plain, leftover))))
             item = reader.next()
             if item is not END:
                 element = components(item)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from torchstrategy import tree
 from torchstrategy.data.batch import LocalBatch, as_given
+from torchstrategy.data.example_lists import Examples
+from torchstrategy.data.splitters import Splittable
 from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.values import BatchShares, PerReplica, set_shares
 
@@ -112,7 +114,12 @@ def _number(tags: Sequence[BatchShares | None], step: int) -> list[BatchShares |
 def _send(row: list[Any], device: torch.device) -> _Arrival | None:
     """Replace the tensors of one replica's row by copies on their way; return what to wait for, if there is any."""
     moving = [i for i, leaf in enumerate(row) if isinstance(leaf, Tensor) and leaf.device != device]
-    if device.type == "cpu" or not moving:
+    if device.type == "cpu":
+        return None
+    for i, leaf in enumerate(row):
+        if isinstance(leaf, (Examples, Splittable)):  # of any number of tensors: copied here and now
+            row[i] = leaf.to(device)
+    if not moving:
         return None
     module = _stream_module(device)
     if module is None:
