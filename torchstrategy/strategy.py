@@ -505,7 +505,7 @@ class Strategy:
         """Call ``fn`` once for each context and return the results."""
         outer, self._running = self._running, tuple(contexts)
         try:
-            with watched() if self.num_replicas_in_sync > 1 else contextlib.nullcontext():
+            with watched(self) if self.num_replicas_in_sync > 1 else contextlib.nullcontext():
                 return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
         except Exception as error:
             self._explain(error, contexts)

@@ -335,8 +335,10 @@ class GradientLedger:
             if grad is None or local_id is None:
                 continue
             note = notes.get(key)
-            if note is None or note.gradient() is not grad:
-                note = notes[key] = Note(state, grad, 0 if note is None else note.passes)
+            if note is None:
+                note = notes[key] = Note(state, grad)
+            elif note.gradient() is not grad:
+                note.gradient = weakref.ref(grad)
             note.state, note.version, note.fingerprint = state, grad._version, None
             note.run, note.num_computed = reference, self._num_computed[local_id]
             self._open[local_id][key] = self._references[key]

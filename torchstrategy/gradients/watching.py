@@ -1,8 +1,9 @@
 """Lets a run see when a replica calls ``backward`` or clears gradients, whichever way the program does it.
 
-While a strategy with several replicas runs a function, four functions of torch tell of their calls:
-``torch.autograd.backward`` (which ``Tensor.backward`` calls), ``torch.autograd.grad``, ``Module.zero_grad`` and
-``Optimizer.zero_grad``. After the last run in progress they are torch's own again.
+While a strategy with several replicas runs a function, ``torch.autograd.backward`` (which ``Tensor.backward`` calls)
+and ``torch.autograd.grad`` tell of their calls; after the last run in progress they are torch's own again. From a
+strategy's first run on ``Module.zero_grad`` and ``Optimizer.zero_grad`` do, until no such strategy is left: classes that
+change in every run make Python look up the attributes of all modules anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,39 +21,64 @@ from torchstrategy.context import current_replica_context
 
 __all__ = ["watched"]
 
-_lock = threading.Lock()
+_Replaced = dict[tuple[Any, str], tuple[Any, Any]]
+
+_lock = threading.RLock()  # a strategy may be collected at any time
 _num_runs = 0
-#: For each replaced function torch's own and the one in its place.
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+#: The strategies that have begun a run.
+_strategies: weakref.WeakSet[Any] = weakref.WeakSet()
+#: For each replaced function torch's own and the one in its place: during runs, and as long as there are strategies.
+_of_runs: _Replaced = {}
+_of_strategies: _Replaced = {}
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Let the current replica context hear of backward passes and of cleared gradients."""
+def watched(strategy: Any) -> Iterator[None]:
+    """Let the current replica context hear of backward passes and of cleared gradients.
+
+    Args:
+        strategy: begins a run.
+    """
     global _num_runs
     with _lock:
         _num_runs += 1
         if _num_runs == 1:
-            _replace(torch.autograd, "backward", _telling_before)
-            _replace(torch.autograd, "grad", functools.partial(_telling_after, "_after_computing"))
-            for owner in (torch.nn.Module, torch.optim.Optimizer):
-                _replace(owner, "zero_grad", functools.partial(_telling_after, "_after_clearing"))
+            _replace(_of_runs, torch.autograd, "backward", _telling_before)
+            _replace(_of_runs, torch.autograd, "grad", functools.partial(_telling_after, "_after_computing"))
+        if strategy not in _strategies:
+            _strategies.add(strategy)
+            weakref.finalize(strategy, _forget_strategy).atexit = False
+            if not _of_strategies:
+                for owner in (torch.nn.Module, torch.optim.Optimizer):
+                    _replace(_of_strategies, owner, "zero_grad", functools.partial(_telling_after, "_after_clearing"))
     try:
         yield
     finally:
         with _lock:
             _num_runs -= 1
             if _num_runs == 0:
-                for (owner, name), (original, ours) in _replaced.items():
-                    if getattr(owner, name) is ours:  # else another's function, which calls ours
-                        setattr(owner, name, original)
-                _replaced.clear()
+                _restore(_of_runs)
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _forget_strategy() -> None:
+    with _lock:
+        if not any(True for _ in _strategies):
+            _restore(_of_strategies)
+
+
+def _replace(
+    replaced: _Replaced, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     original = getattr(owner, name)
-    _replaced[owner, name] = original, wrap(original)
-    setattr(owner, name, _replaced[owner, name][1])
+    replaced[owner, name] = original, wrap(original)
+    setattr(owner, name, replaced[owner, name][1])
+
+
+def _restore(replaced: _Replaced) -> None:
+    for (owner, name), (original, ours) in replaced.items():
+        if getattr(owner, name) is ours:  # else another's function, which calls ours
+            setattr(owner, name, original)
+    replaced.clear()
 
 
 def _telling_before(backward: Callable[..., None]) -> Callable[..., None]:

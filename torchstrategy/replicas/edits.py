@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from torchstrategy.errors import DivergenceError
 from torchstrategy.log import info_once
@@ -209,17 +208,14 @@ def _are_equal(part: _Part, columns: Sequence[Sequence[Tensor]]) -> bool:
         part: the part.
         columns: its tensors, or some of them, each on every replica.
     """
-    first, *others = (_flat(part, row) for row in zip(*columns, strict=True))
-    for other in others:
-        here = other if other.device == first.device else other.to(first.device)
-        if not torch.equal(first, here) and not torch.allclose(first, here, rtol=0.0, atol=0.0, equal_nan=True):
-            return False
+    for tensors in columns:
+        first, *others = [_range(part, tensor) for tensor in tensors] if part.start or len(columns) == 1 else tensors
+        for other in others:
+            here = other if other.device == first.device else other.to(first.device)
+            if not torch.equal(first, here) and not torch.allclose(first, here, rtol=0.0, atol=0.0, equal_nan=True):
+                return False
     return True
 
 
-def _flat(part: _Part, tensors: Sequence[Tensor]) -> Tensor:
-    if len(tensors) > 1:
-        with torch.no_grad():
-            return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return, no-untyped-call]
-    (tensor,) = tensors
+def _range(part: _Part, tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() <= part.stop - part.start else tensor.detach().view(-1)[part.start : part.stop]

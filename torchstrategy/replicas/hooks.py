@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -36,11 +36,8 @@ def num_registrations() -> int:
     return RemovableHandle.next_id
 
 
-class Belongings(NamedTuple):
-    """What a parameter has beside its values: the keys of its hooks of each kind, and its attributes."""
-
-    hooks: tuple[tuple[Any, ...], ...]
-    attributes: Any
+#: What a parameter has beside its values: the keys of its hooks of each kind, and a snapshot of its attributes.
+Belongings = tuple[tuple[tuple[Any, ...], ...], Any]
 
 
 class Hooks:
@@ -57,12 +54,17 @@ class Hooks:
             for name, value in bodies[0].__dict__.items()
             if "hook" in name and isinstance(value, dict)
         ]
+        self._firsts = [dicts[0] for dicts in self._kinds]
+        #: The keys of replica 0's hooks of each kind, or nothing if there are none.
         self._noted: tuple[tuple[Any, ...], ...] = ()
         self.note()
 
     def note(self) -> None:
         """Take replica 0's hooks as known to all replicas."""
-        self._noted = tuple([tuple(dicts[0]) for dicts in self._kinds])
+        self._noted = self._keys()
+
+    def _keys(self) -> tuple[tuple[Any, ...], ...]:
+        return tuple(map(tuple, self._firsts)) if any(self._firsts) else ()  # most modules have none
 
     def push(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
         """Add to the other replicas' hooks what was added to replica 0's since ``note``, and remove what was removed.
@@ -70,10 +72,11 @@ class Hooks:
         Args:
             values_for: returns what a hook is on each replica.
         """
-        now = tuple([tuple(dicts[0]) for dicts in self._kinds])
+        now = self._keys()
         if now == self._noted:
             return
-        for dicts, before, after in zip(self._kinds, self._noted, now, strict=True):
+        none = ((),) * len(self._kinds)
+        for dicts, before, after in zip(self._kinds, self._noted or none, now or none, strict=True):
             if before != after:
                 for i, own in enumerate(dicts[1:], 1):
                     _follow(own, before, dicts[0], functools.partial(_value_on, values_for, i))
@@ -101,9 +104,7 @@ def belongings_of(parameter: Tensor) -> Belongings:
     """Return what a parameter has beside its values."""
     first, second = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     attributes = parameter.__dict__
-    return Belongings(
-        (tuple(first) if first else (), tuple(second) if second else ()), snapshot(attributes) if attributes else {}
-    )
+    return (tuple(first) if first else (), tuple(second) if second else ()), snapshot(attributes) if attributes else {}
 
 
 def push_belongings(
@@ -117,16 +118,17 @@ def push_belongings(
         now: what it returns.
         values_for: returns what a value is on each replica.
     """
-    for name, known, keys in zip(_OF_PARAMETERS, before.hooks, now.hooks, strict=True):
+    (hooks_before, attributes_before), (hooks, attributes) = before, now
+    for name, known, keys in zip(_OF_PARAMETERS, hooks_before, hooks, strict=True):
         if keys != known:
             for copied in copies[1:]:
                 if getattr(copied, name) is None:
                     setattr(copied, name, OrderedDict())
                 _follow(getattr(copied, name), known, getattr(copies[0], name) or {}, lambda hook: hook)
-    if before.attributes != now.attributes:
-        for copied, attributes in zip(copies[1:], values_for(dict(copies[0].__dict__))[1:], strict=True):
+    if attributes_before != attributes:
+        for copied, own in zip(copies[1:], values_for(dict(copies[0].__dict__))[1:], strict=True):
             copied.__dict__.clear()
-            copied.__dict__.update(attributes)
+            copied.__dict__.update(own)
 
 
 def _is_own(hook: Any) -> bool:
