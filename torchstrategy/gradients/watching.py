@@ -2,8 +2,8 @@
 
 While a strategy with several replicas runs a function, ``torch.autograd.backward`` (which ``Tensor.backward`` calls)
 and ``torch.autograd.grad`` tell of their calls; after the last run in progress they are torch's own again. From a
-strategy's first run on ``Module.zero_grad`` and ``Optimizer.zero_grad`` do, until no such strategy is left: classes that
-change in every run make Python look up the attributes of all modules anew.
+strategy's first run on ``Module.zero_grad`` and ``Optimizer.zero_grad`` do, until no such strategy is left: classes
+that change in every run make Python look up the attributes of all modules anew.
 """
 
 from __future__ import annotations
