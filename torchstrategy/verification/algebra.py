@@ -38,16 +38,25 @@ def furthest(a: Tensor, b: Tensor) -> tuple[float, float, float]:
     return float(gap[where]), _real(a[where]), _real(b[where])
 
 
-def ratio(a: Tensor, b: Tensor, tolerance: float) -> float | None:
-    """Return ``c`` where ``a = c b``, or ``None`` if there is none."""
+def ratio(a: Tensor, b: Tensor, tolerance: float, scale: float | None = None) -> float | None:
+    """Return ``c`` where ``a = c b``, or ``None`` if there is none.
+
+    Args:
+        a: a vector.
+        b: another.
+        tolerance: how far numbers may be apart, relative to ``scale``.
+        scale: the largest magnitude of what ``a`` was computed from; ``None`` means that of ``a``. Where what is allowed
+            is as large as ``a`` itself, any vector would do, so there is no answer.
+    """
     if a.shape != b.shape or not a.numel() or a.is_complex() or b.is_complex():
         return None
     square = float(b @ b)
     if not square:
         return None
     found = float(a @ b) / square
-    loose = max(float(a.abs().max()), float(b.abs().max())) * max(tolerance, 1e-12) * 10
-    return found if is_close(a, found * b, loose) else None
+    largest = float(a.abs().max())
+    allowed = (largest if scale is None else scale) * max(tolerance, 1e-12) * 10
+    return found if allowed <= 0.01 * largest and is_close(a, found * b, allowed) else None
 
 
 def coefficients(target: Tensor, parts: Sequence[Tensor], tolerance: float) -> list[float] | None:

@@ -12,6 +12,9 @@ from torchstrategy.verification.records import Step, Update
 
 __all__ = ["gradient_causes"]
 
+_NEAR = 1e-4
+_MIN_NUMBERS = 3  # any difference of one number is a multiple of its weight, and two may be so by chance
+
 
 def gradient_causes(replicas: Sequence[Step], expected: Step, tolerance: float) -> Iterator[tuple[str, str]]:
     """Yield the kind and the sentence of each cause of the first optimizer step that differs.
@@ -78,7 +81,11 @@ def _of_sum(
     final, expected = flat(mine[0].gradients, names), flat(right.gradients, names)
     local = [flat(update.local, names) for update in mine]
     has_local = all(part.shape == final.shape for part in local)
-    penalty = _penalty(final - expected, right, names, tolerance)
+    times = ratio(final, expected, tolerance)
+    if times is not None and (len(final) > 1 or _is_plain(times, number, len(rows))):
+        yield _of_ratio(times, number, len(rows), shown)
+        return
+    penalty = _penalty(final - expected, right, names, tolerance, max(scale_of({"": final}), scale_of({"": expected})))
     if penalty is not None:
         what, coefficient = penalty
         yield (
@@ -86,10 +93,6 @@ def _of_sum(
             f"the gradient differs by {coefficient:.6g} times {what}, {shown}: each of the {number} replicas adds the "
             "whole penalty. Use ts.nn.scale_regularization_loss",
         )
-        return
-    times = ratio(final, expected, tolerance)
-    if times is not None:
-        yield _of_ratio(times, number, rows, shown)
         return
     if has_local:
         summed = ratio(final, sum(local[1:], local[0]), tolerance)
@@ -112,19 +115,25 @@ def _of_sum(
             return
     own = [(name, ratio(flat(mine[0].gradients, [name]), flat(right.gradients, [name]), tolerance)) for name in names]
     for name, found in own:
-        if found is not None and abs(found - number) < 1e-4 * number:
+        if found is not None and abs(found - number) < _NEAR * number:
             yield "loss not divided", f"a part of it: the gradient of {name} is {found:.6g} times one replica's"
             return
 
 
-def _of_ratio(times: float, number: int, rows: Sequence[int | None], shown: str) -> tuple[str, str]:
+def _is_plain(times: float, number: int, num_replicas: int) -> bool:
+    """Say whether a mistake multiplies by this; a single number is some multiple of any other."""
+    return abs(times - number) < _NEAR * number or abs(times * num_replicas - 1) < _NEAR
+
+
+def _of_ratio(times: float, number: int, num_replicas: int, shown: str) -> tuple[str, str]:
     text = f"the gradient is {times:.6g} times that of one replica, {shown}"
-    near = 1e-4
-    filled = sum(row != 0 for row in rows)
-    if filled > 1 and abs(times - filled) < near * filled:
-        return "loss not divided", f"{text}: each of the {filled} replicas' losses is a mean over its own share"
-    if abs(times * number - 1) < near:
-        return "loss divided twice", f"{text}: it is divided once more by the number of replicas, {number}"
+    if number > 1 and abs(times - number) < _NEAR * number:
+        return "loss not divided", f"{text}: each of the {number} replicas' losses is a mean over its own share"
+    if number < num_replicas and abs(times * num_replicas - number) < _NEAR:
+        why = f"only {number} of {num_replicas} replicas have examples, and each replica's mean counts 1/{num_replicas}"
+        return "each replica's mean weighs alike", f"{text}: {why}"
+    if abs(times * num_replicas - 1) < _NEAR:
+        return "loss divided twice", f"{text}: it is divided once more by the number of replicas, {num_replicas}"
     return "loss scaled", text
 
 
@@ -132,16 +141,15 @@ def _of_shares(effective: float, number: int, rows: Sequence[int | None], shown:
     """Name what the sum of the means over the replicas' shares is multiplied by."""
     shares = ", ".join(map(str, rows))
     text = f"the replicas' gradients are means over shares of {shares} examples"
-    near = 1e-4
-    if abs(effective * number - 1) < near:
+    if abs(effective * number - 1) < _NEAR:
         return (
             "each replica's mean weighs alike",
             f"{text}, and each weighs 1/{number}, so that examples of small shares weigh more, {shown}. Divide sums by "
             "the size of the global batch",
         )
-    if abs(effective - 1) < near:
+    if abs(effective - 1) < _NEAR:
         return "loss not divided", f"{text}, which are added up: about {number} times one replica's, {shown}"
-    if abs(effective * number * number - 1) < near:
+    if abs(effective * number * number - 1) < _NEAR:
         return "loss divided twice", f"{text}, divided by {number} and once more by {number}, {shown}"
     return "loss scaled", f"{text}, and each weighs {effective:.6g}, {shown}"
 
@@ -165,12 +173,14 @@ def _sums_to(local: Sequence[Tensor], rows: Sequence[int | None], right: Tensor,
     )
 
 
-def _penalty(difference: Tensor, right: Update, names: list[str], tolerance: float) -> tuple[str, float] | None:
+def _penalty(
+    difference: Tensor, right: Update, names: list[str], tolerance: float, scale: float
+) -> tuple[str, float] | None:
     weights = flat(right.before, names)
-    if weights.shape != difference.shape:
+    if weights.shape != difference.shape or int((weights != 0).sum()) < _MIN_NUMBERS:
         return None
     for what, direction in (("the weight", weights), ("the weight's sign", weights.sign())):
-        found = ratio(difference, direction, max(tolerance, 1e-7) * 10)
+        found = ratio(difference, direction, max(tolerance, 1e-9), scale)
         if found:
             return what, found
     return None
