@@ -16,7 +16,7 @@ def kinds(final, right=RIGHT, weights=WEIGHTS, rows=(2, 2)):
         Step(num_rows=size, updates=[Update("sgd", gradients={"w": final}, before={"w": weights})]) for size in rows
     ]
     expected = Step(num_rows=4, updates=[Update("sgd", gradients={"w": right}, before={"w": weights})])
-    return [kind for kind, _ in gradient_causes(mine, expected, 1e-10)]
+    return [kind for kind, _ in gradient_causes(mine, expected, 1e-10, {})]
 
 
 def test_multiples_are_named_by_the_number_of_replicas():

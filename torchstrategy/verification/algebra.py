@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Named", "coefficients", "flat", "furthest", "is_close", "ratio", "scale_of"]
+__all__ = ["Named", "coefficients", "flat", "furthest", "is_close", "is_rounding", "ratio", "scale_of"]
 
 Named = Mapping[str, Tensor]
 
@@ -28,6 +28,13 @@ def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and bool(torch.isclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True).all())
 
 
+def is_rounding(a: Tensor, b: Tensor, tolerance: float, rounding: Tensor | None) -> bool:
+    """Say whether each element differs by no more than a tolerance and what rounding may have done to it."""
+    if rounding is None or not a.shape == b.shape == rounding.shape:
+        return False
+    return bool(((a - b).abs() <= tolerance + rounding).all())
+
+
 def furthest(a: Tensor, b: Tensor) -> tuple[float, float, float]:
     """Return the largest difference, and the two numbers there."""
     if a.shape != b.shape:
@@ -45,8 +52,8 @@ def ratio(a: Tensor, b: Tensor, tolerance: float, scale: float | None = None) ->
         a: a vector.
         b: another.
         tolerance: how far numbers may be apart, relative to ``scale``.
-        scale: the largest magnitude of what ``a`` was computed from; ``None`` means that of ``a``. Where what is allowed
-            is as large as ``a`` itself, any vector would do, so there is no answer.
+        scale: the largest magnitude of what ``a`` was computed from; ``None`` means that of ``a``. Where what is
+            allowed is as large as ``a`` itself, any vector would do, so there is no answer.
     """
     if a.shape != b.shape or not a.numel() or a.is_complex() or b.is_complex():
         return None

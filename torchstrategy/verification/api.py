@@ -37,7 +37,7 @@ def verify_replication(
 
     All runs are on CPUs and begin with the same seed. Compared are, step by step and by name, the gradients that each
     optimizer step uses, weights, buffers, metrics, what the step returns, and which examples the replicas see: to 1e-10
-    in float64 and 1e-6 in float32, relative to the largest number of the kind and growing by as much with each step.
+    in float64 and 1e-5 in float32, relative to the largest number of the kind and growing by as much with each step.
 
     Args:
         build: called as ``build(strategy)`` in the strategy's scope. Returns the program's parts by name: ``"step"``, a

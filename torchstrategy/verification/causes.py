@@ -8,15 +8,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchstrategy.verification.algebra import is_close, scale_of
+from torchstrategy.verification.algebra import Named, is_close, scale_of
 from torchstrategy.verification.deviations import Deviation, deviations, tolerance_of
 from torchstrategy.verification.gradient_causes import gradient_causes
-from torchstrategy.verification.records import Run, Step
+from torchstrategy.verification.records import Replica, Run, Step
+from torchstrategy.verification.rounding import Rounding
 
-__all__ = ["Cause", "constant_divisor", "find_causes"]
+__all__ = ["OTHER_EXAMPLES", "OWN_RANDOM", "UNDECIDED", "Cause", "constant_divisor", "find_causes"]
 
 _NEAR = 1e-6
 _EQUAL = "equal random streams"
+OTHER_EXAMPLES = "batches of other examples"
+OWN_RANDOM = "random numbers can't be compared"
+_ROUNDING = "perhaps rounding"
+_SMALL = 1e-3
+#: Causes that leave open whether the program is right.
+UNDECIDED = {OTHER_EXAMPLES, OWN_RANDOM, _ROUNDING}
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,10 @@ def find_causes(run: Run, reference: Run) -> tuple[list[Deviation], list[Cause]]
     causes = _first(_initial(run, reference))
     found: list[Deviation] = []
     kinds: set[str] = set()
+    rounding = Rounding()
     for step in range(min(run.num_steps, reference.num_steps)):
-        here = list(deviations(run, reference, step))
+        rounding.add(run, reference, step, tolerance_of(run, step))
+        here = list(deviations(run, reference, step, rounding.allowed))
         if not causes:
             causes += _first(_examples(run, reference, step))
         weights_were_right = not kinds & {"gradient of", "weight"}
@@ -54,12 +63,18 @@ def find_causes(run: Run, reference: Run) -> tuple[list[Deviation], list[Cause]]
         kinds |= {deviation.what for deviation in here}
         if new and weights_were_right:
             found += new
-            if any(cause.kind.startswith("example") for cause in causes):
+            if any(cause.kind.startswith("example") or cause.kind == OTHER_EXAMPLES for cause in causes):
                 continue  # other data give other numbers
-            causes += [cause for cause in _of_step(run, reference, step, here) if cause.kind not in _kinds(causes)]
+            explained = _of_step(run, reference, step, here, rounding.allowed)
+            causes += [cause for cause in explained if cause.kind not in _kinds(causes)]
     if found and not causes:
         first = found[0]
         causes.append(Cause("unknown", first.step, f"no known cause explains it: {first}"))
+    if run.is_single_precision and _kinds(causes) == {"unknown"} and all(_is_small(d, reference) for d in found):
+        text = (
+            f"{found[0]}; single precision may do that by rounding. Verify in double precision (torch.float64) to know"
+        )
+        causes = [Cause(_ROUNDING, found[0].step, text)]
     return found, causes
 
 
@@ -99,23 +114,31 @@ def constant_divisor(reference: Run) -> list[Cause]:  # noqa: C901 - one search
     return []
 
 
-def _of_step(run: Run, reference: Run, step: int, here: Sequence[Deviation]) -> Iterator[Cause]:
+def _is_small(deviation: Deviation, reference: Run) -> bool:
+    expected = reference.replicas[0].steps[deviation.step]
+    if deviation.what == "gradient of":
+        scale = max((scale_of(update.gradients) for update in expected.updates), default=0.0)
+    else:
+        scale = scale_of({"weight": expected.weights, "buffer": expected.buffers}.get(deviation.what, {}))
+    return deviation.gap <= _SMALL * scale
+
+
+def _of_step(run: Run, reference: Run, step: int, here: Sequence[Deviation], rounding: Named) -> Iterator[Cause]:
     whats = {deviation.what for deviation in here}
     replicas, expected = run.at(step), reference.replicas[0].steps[step]
-    if not whats - {"metric", "returned value"}:
-        yield from _values(replicas, step, here)
-        return
     random = list(_random(replicas, expected, step))
     if random and random[0].kind == _EQUAL:
         yield from random
         return
+    if not whats - {"metric", "returned value"}:
+        yield from random or _values(replicas, step, here)
+        return
     if "gradient of" in whats:
-        causes = [
-            Cause(kind, step, text) for kind, text in gradient_causes(replicas, expected, tolerance_of(run, step))
-        ]
+        tolerance = tolerance_of(run, step)
+        causes = [Cause(kind, step, text) for kind, text in gradient_causes(replicas, expected, tolerance, rounding)]
         yield from causes or random
     elif "weight" in whats:
-        yield from _weights(replicas, step, here)
+        yield from _weights(replicas, reference.replicas[0], step, here)
     if "buffer" in whats:
         first = next(deviation for deviation in here if deviation.what == "buffer")
         text = f"{first}. Each replica computed it from its own share of the batch"
@@ -142,27 +165,64 @@ def _initial(run: Run, reference: Run) -> Iterator[Cause]:
 
 
 def _examples(run: Run, reference: Run, step: int) -> Iterator[Cause]:
-    replicas, expected = run.at(step), reference.replicas[0].steps[step]
-    # What is no row of the data, such as what another module made, differs in its last bits.
-    right, mine = (
-        Counter({row: number for row, number in seen.items() if row in reference.known})
-        for seen in (expected.seen, _total(own.seen for own in replicas))
-    )
+    right, mine = _seen(reference, reference, step), _seen(run, reference, step)
     if not right or not mine:
-        right, mine = expected.delivered, _total(own.delivered for own in replicas)
+        right = reference.replicas[0].steps[step].delivered
+        mine = _total(own.delivered for own in run.at(step))
     repeated, missing = mine - right, right - mine
-    if repeated:
-        times = max(mine[row] for row in repeated)
-        text = (
-            f"{len(repeated)} of the examples of step {step} are seen more often than with one replica, {times} times"
-        )
-        if missing:
-            text += f"; {len(missing)} others are not seen"
-        yield Cause("example seen twice", step, text)
-    elif missing:
+    if not repeated and not (missing and (reference.known or _num_seen(run, step) < _num_seen(reference, step))):
+        return  # rows that are no data, such as what another module made, differ in their last bits
+    steps = range(min(run.num_steps, reference.num_steps))
+    right_in_all, mine_in_all = (_total(_seen(part, reference, k) for k in steps) for part in (reference, run))
+    if not (right_in_all and mine_in_all):  # what was delivered was counted
+        right_in_all, mine_in_all = right, mine
+    if mine_in_all == right_in_all or (repeated and missing and not _is_doubled(mine_in_all, right_in_all)):
         yield Cause(
-            "example never seen", step, f"{len(missing)} of {len(right)} examples of step {step} are never seen"
+            OTHER_EXAMPLES,
+            step,
+            f"the replicas make step {step} of other examples than one replica, though they see none more often in the "
+            f"{len(steps)} steps: what a step computes can't be compared. Give replica r of N the examples r, r + N, "
+            "r + 2N, ..., or verify without shuffling",
         )
+    elif repeated:
+        where = f", in step {step} first" if not missing else ", and in another order"
+        yield _repeated(mine_in_all, right_in_all, step, f"in {len(steps)} steps{where}")
+    else:
+        text = f"{missing.total()} of {right.total()} examples of step {step} are never seen"
+        yield Cause("example never seen", step, text)
+
+
+def _is_doubled(mine: Counter[bytes], right: Counter[bytes]) -> bool:
+    """Say whether an example is seen more often than any is by one replica, whatever the order."""
+    return max(mine.values()) > max(right.values())
+
+
+def _num_seen(run: Run, step: int) -> int:
+    return sum(own.seen.total() for own in run.at(step))
+
+
+def _seen(run: Run, reference: Run, step: int) -> Counter[bytes]:
+    """Count the rows of the data that all replicas see in a step."""
+    seen = _total(own.seen for own in run.at(step))
+    if reference.known:
+        return Counter({row: number for row, number in seen.items() if row in reference.known})
+    if run is reference:
+        return seen
+    data = {row for own in reference.replicas[0].steps for row in own.seen}
+    return Counter({row: number for row, number in seen.items() if row in data})
+
+
+def _repeated(mine: Counter[bytes], right: Counter[bytes], step: int, where: str) -> Cause:
+    """Name what is seen too often, counted over all steps: in one step it may be what another step should have."""
+    repeated, missing = mine - right, right - mine
+    row = max(repeated, key=mine.__getitem__)
+    text = (
+        f"the replicas see {repeated.total()} example(s) more than one replica does {where}: one is seen {mine[row]} "
+        f"times instead of {right[row]}"
+    )
+    if missing:
+        text += f"; {missing.total()} others are not seen"
+    return Cause("example seen twice", step, text)
 
 
 def _random(replicas: Sequence[Step], expected: Step, step: int) -> Iterator[Cause]:
@@ -184,10 +244,10 @@ def _random(replicas: Sequence[Step], expected: Step, step: int) -> Iterator[Cau
             "draws its own, so that the numbers can't be those of one replica. Verify without dropout, and with noise "
             "that comes with the batch"
         )
-        yield Cause("random numbers can't be compared", step, text)
+        yield Cause(OWN_RANDOM, step, text)
 
 
-def _weights(replicas: Sequence[Step], step: int, here: Sequence[Deviation]) -> Iterator[Cause]:
+def _weights(replicas: Sequence[Step], right: Replica, step: int, here: Sequence[Deviation]) -> Iterator[Cause]:
     """Weights differ though the optimizers' gradients don't."""
     wrong = [deviation for deviation in here if deviation.what == "weight"]
     unlike = (d for d in wrong if _differ([own.weights[d.name] for own in replicas if d.name in own.weights]))
@@ -201,12 +261,31 @@ def _weights(replicas: Sequence[Step], step: int, here: Sequence[Deviation]) -> 
     elif _differ(values) and not any(own.updates for own in replicas):
         text = f"{first}: the replicas hold different weights before an optimizer step of step {step} was made"
         yield Cause("weights loaded on one replica only", step, text)
+    elif _differ(values) and all(_has_gradient(own, first.name) for own in replicas):
+        text = (
+            f"{first}: the optimizer had equal gradients of it, but the replicas hold different weights after its step"
+        )
+        yield Cause("weights loaded on one replica only", step, text)
+    elif _differ(values) and not _is_trained(right, step, first.name):
+        text = f"{first}: nothing trains it, but the replicas hold different weights after step {step}"
+        yield Cause("weights loaded on one replica only", step, text)
     elif _differ(values):
         yield Cause(
             "parameter not summed", step, f"{first}; the replicas hold different weights: each used its own gradient"
         )
     else:
         yield Cause("unknown", step, f"the gradients are right, but {first}")
+
+
+def _has_gradient(own: Step, name: str) -> bool:
+    return any(name in update.gradients for update in own.updates)
+
+
+def _is_trained(right: Replica, step: int, name: str) -> bool:
+    """Say whether one replica's step changes a weight."""
+    before = right.steps[step - 1].weights if step else right.initial
+    after = right.steps[step].weights
+    return name not in before or name not in after or _differ([before[name], after[name]])
 
 
 def _values(replicas: Sequence[Step], step: int, here: Sequence[Deviation]) -> Iterator[Cause]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 
-from torchstrategy.verification.algebra import Named, furthest, is_close, scale_of
+from torchstrategy.verification.algebra import Named, furthest, is_close, is_rounding, scale_of
 from torchstrategy.verification.records import Run
 
 __all__ = ["Deviation", "deviations", "tolerance_of"]
@@ -38,16 +39,17 @@ class Deviation:
 
 def tolerance_of(run: Run, step: int) -> float:
     """Return how far numbers of a step may be apart, relative to the largest of their kind."""
-    return (1e-6 if run.is_single_precision else 1e-10) * (step + 1)
+    return (1e-5 if run.is_single_precision else 1e-10) * (step + 1)
 
 
-def deviations(run: Run, reference: Run, step: int) -> Iterator[Deviation]:
+def deviations(run: Run, reference: Run, step: int, rounding: Named | None = None) -> Iterator[Deviation]:
     """Yield what differs in a step.
 
     Args:
         run: the run with several replicas.
         reference: the run with one.
         step: which step.
+        rounding: how far the weights' elements may be apart beside that, because of rounding in gradients.
 
     Yields:
         What differs, gradients first.
@@ -60,7 +62,7 @@ def deviations(run: Run, reference: Run, step: int) -> Iterator[Deviation]:
         if len(own.updates) != len(expected.updates):
             counts = float(len(own.updates)), float(len(expected.updates))
             yield Deviation(step, "number of", "optimizer steps", replica, abs(counts[0] - counts[1]), *counts)
-        yield from _compare(step, "weight", replica, own.weights, expected.weights, tolerance)
+        yield from _compare(step, "weight", replica, own.weights, expected.weights, tolerance, rounding=rounding or {})
         yield from _compare(step, "buffer", replica, own.buffers, expected.buffers, tolerance, alone=True)
         yield from _compare(step, "metric", replica, own.metrics, expected.metrics, tolerance, alone=True)
         both = own.values.keys() & expected.values.keys()  # what replicas return one by one has no like
@@ -69,7 +71,15 @@ def deviations(run: Run, reference: Run, step: int) -> Iterator[Deviation]:
 
 
 def _compare(
-    step: int, what: str, replica: int, mine: Named, right: Named, tolerance: float, *, alone: bool = False
+    step: int,
+    what: str,
+    replica: int,
+    mine: Named,
+    right: Named,
+    tolerance: float,
+    *,
+    alone: bool = False,
+    rounding: Named = MappingProxyType({}),
 ) -> Iterator[Deviation]:
     scale = scale_of(right)
     for name in sorted(mine.keys() | right.keys()):
@@ -81,7 +91,7 @@ def _compare(
             yield Deviation(step, what, name, replica, float("inf"), float("nan"), float("nan"))
             continue
         allowed = tolerance * (max(1e-3, scale_of({name: b})) if alone else scale)
-        if a.numel() and not is_close(a, b, allowed):
+        if a.numel() and not is_close(a, b, allowed) and not is_rounding(a, b, allowed, rounding.get(name)):
             yield Deviation(step, what, name, replica, *furthest(a, b))
         elif a.shape != b.shape:
             yield Deviation(step, what, name, replica, float("inf"), float("nan"), float("nan"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchstrategy.verification.algebra import coefficients, flat, is_close, ratio, scale_of
+from torchstrategy.verification.algebra import Named, coefficients, flat, is_close, is_rounding, ratio, scale_of
 from torchstrategy.verification.records import Step, Update
 
 __all__ = ["gradient_causes"]
@@ -16,13 +16,16 @@ _NEAR = 1e-4
 _MIN_NUMBERS = 3  # any difference of one number is a multiple of its weight, and two may be so by chance
 
 
-def gradient_causes(replicas: Sequence[Step], expected: Step, tolerance: float) -> Iterator[tuple[str, str]]:
+def gradient_causes(
+    replicas: Sequence[Step], expected: Step, tolerance: float, rounding: Named
+) -> Iterator[tuple[str, str]]:
     """Yield the kind and the sentence of each cause of the first optimizer step that differs.
 
     Args:
         replicas: the step of each replica.
         expected: the step of one replica.
         tolerance: how far numbers may be apart, relative to the largest.
+        rounding: how far weights may be apart beside that, because of rounding in earlier gradients.
     """
     for k, right in enumerate(expected.updates):
         mine = [own.updates[k] for own in replicas if k < len(own.updates)]
@@ -38,6 +41,10 @@ def gradient_causes(replicas: Sequence[Step], expected: Step, tolerance: float) 
             name for name in names if any(not is_close(u.gradients[name], right.gradients[name], allowed) for u in mine)
         ]
         if wrong:
+            unequal = _not_begun_alike(mine, right, tolerance, rounding)
+            if unequal:
+                yield "weights loaded on one replica only", unequal
+                return
             yield from _of_update(mine, right, wrong, names, [own.num_rows for own in replicas], tolerance)
             return
 
@@ -50,10 +57,6 @@ def _of_update(
     rows: Sequence[int | None],
     tolerance: float,
 ) -> Iterator[tuple[str, str]]:
-    unequal = _not_begun_alike(mine, right, tolerance)
-    if unequal:
-        yield "weights loaded on one replica only", unequal
-        return
     lonely = [name for name in wrong if _is_own(mine, name)]
     if lonely:
         name = lonely[0]
@@ -196,11 +199,12 @@ def _is_own(mine: Sequence[Update], name: str) -> bool:
     )
 
 
-def _not_begun_alike(mine: Sequence[Update], right: Update, tolerance: float) -> str | None:
+def _not_begun_alike(mine: Sequence[Update], right: Update, tolerance: float, rounding: Named) -> str | None:
     allowed = tolerance * scale_of(right.before)
     for replica, update in enumerate(mine):
         for name in update.before.keys() & right.before.keys():
-            if not is_close(update.before[name], right.before[name], allowed):
-                gap = float((update.before[name] - right.before[name]).abs().max())
+            own, other = update.before[name], right.before[name]
+            if not is_close(own, other, allowed) and not is_rounding(own, other, allowed, rounding.get(name)):
+                gap = float((own - other).abs().max())
                 return f"replica {replica} begins the step with another {name} than one replica (differs by {gap:.3g})"
     return None

@@ -60,7 +60,8 @@ _SUM = 2
 
 
 def _is_total(node: Any) -> bool:
-    return math.prod(node._saved_self_sym_sizes) > 1 and all(math.prod(o.shape) == 1 for o in node._input_metadata)
+    is_vector = len(node._saved_self_sym_sizes) > 0  # of one element, too: the last batch may have one example
+    return is_vector and all(math.prod(o.shape) == 1 for o in node._input_metadata)
 
 
 def _constant(node: Any) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ _RANDOM = ("rand", "randn", "randint", "normal", "bernoulli", "rand_like", "rand
 _RANDOM_METHODS = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _BEGIN = 64
+#: Their random numbers are no replica's: fingerprints of gradients, orders of examples.
+_NOT_OF_PROGRAMS = ("torchstrategy.", "torch.utils.data.")
 
 
 class Recorder:
@@ -92,7 +95,7 @@ class Recorder:
 
     def note_initial(self, replica_id: int, local_id: int = 0) -> None:
         """Keep a replica's weights as those it begins with."""
-        self.replicas.setdefault(replica_id, Replica()).initial = self._state(local_id, buffers=False)
+        self._replica(replica_id).initial = self._state(local_id, buffers=False)
 
     def note_batch(self, replica_id: int, batch: Any) -> None:
         """Keep which rows a replica was given."""
@@ -119,8 +122,11 @@ class Recorder:
         step = self._steps.pop(replica_id, None) or Step()
         step.weights = self._state(local_id, buffers=False)
         step.buffers = self._state(local_id, buffers=True)
-        self.replicas.setdefault(replica_id, Replica()).steps.append(step)
+        self._replica(replica_id).steps.append(step)
         return step
+
+    def _replica(self, replica_id: int) -> Replica:
+        return self.replicas.setdefault(replica_id, Replica())
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -159,7 +165,8 @@ class Recorder:
         @functools.wraps(fn)
         def draw(*args: Any, **kwargs: Any) -> Any:
             result = fn(*args, **kwargs)
-            self._note_draw(fn.__name__, result)
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(_NOT_OF_PROGRAMS):
+                self._note_draw(fn.__name__, result)
             return result
 
         return draw

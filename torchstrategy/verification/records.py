@@ -90,6 +90,7 @@ class Run:
     error: str | None = None
     is_single_precision: bool = False
     known: set[bytes] = field(default_factory=set)  # the rows of all tensors that were delivered
+    printed: str = ""  # by the first process of a script
 
     @property
     def title(self) -> str:

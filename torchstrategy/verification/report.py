@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchstrategy.verification.causes import Cause, constant_divisor, find_causes
+from torchstrategy.verification.causes import UNDECIDED, Cause, constant_divisor, find_causes
 from torchstrategy.verification.deviations import Deviation
 from torchstrategy.verification.records import Run
 
@@ -28,14 +28,21 @@ class Comparison:
         """Whether every number is that of one replica."""
         return self.num_steps > 0 and not (self.deviations or self.causes or self.error)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether numbers differ, but only for causes that leave open whether the program is right."""
+        return bool(self.causes) and self.error is None and {cause.kind for cause in self.causes} <= UNDECIDED
+
     def __str__(self) -> str:
         if self.ok:
             return f"{self.title}: right in all {self.num_steps} steps"
-        lines = [f"{self.title}: WRONG" if self.num_steps or self.error else f"{self.title}: no step was recorded"]
+        what = "CAN'T BE COMPARED" if self.is_undecided else "WRONG"
+        lines = [f"{self.title}: {what if self.num_steps or self.error else 'no step was recorded'}"]
         lines += [f"  cause: {cause}" for cause in self.causes]
-        lines += [f"  {deviation}" for deviation in self.deviations[:_NUM_SHOWN]]
-        if len(self.deviations) > _NUM_SHOWN:
-            lines.append(f"  and {len(self.deviations) - _NUM_SHOWN} more")
+        if not self.is_undecided:
+            lines += [f"  {deviation}" for deviation in self.deviations[:_NUM_SHOWN]]
+            if len(self.deviations) > _NUM_SHOWN:
+                lines.append(f"  and {len(self.deviations) - _NUM_SHOWN} more")
         if self.error:
             lines += ["  the program failed:", *(f"    {line}" for line in self.error.strip().splitlines()[-8:])]
         return "\n".join(lines)
