@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchstrategy.cli import doctor, keys, launch, server
+from torchstrategy.cli import doctor, keys, launch, server, verify
 from torchstrategy.version import __version__
 
 __all__ = ["main"]
@@ -14,6 +14,7 @@ __all__ = ["main"]
 _COMMANDS = (
     (doctor, "doctor", "say what a job would see here, and what is wrong with it"),
     (launch, "launch", "start a program in several processes"),
+    (verify, "verify", "say whether a program gives the numbers of one replica with several, and why not"),
     (server, "server", "be one worker or parameter server of a cluster"),
     (keys, "keys", "make a secret that lets the processes of one cluster connect"),
 )

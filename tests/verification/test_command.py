@@ -1,0 +1,141 @@
+"""``torchstrategy verify`` as it is called: its exit status, what it prints, and what it leaves behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchstrategy.cli.command import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def verify(tmp_path):
+    """Return a function that calls the command in a process, and checks that no folder is left."""
+
+    def call(*arguments, status):
+        done = subprocess.run(
+            [sys.executable, "-m", "torchstrategy", "verify", *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert list(tmp_path.glob("torchstrategy_*")) == []
+        return done.stdout + done.stderr
+
+    return call
+
+
+def script(tmp_path, text):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return path
+
+
+def causes(output):
+    return re.findall(r"^  cause: ([^:]+):", output, re.M)
+
+
+@pytest.mark.slow
+def test_uneven_shares_of_ddp_are_named(verify):
+    output = verify(SCRIPTS / "ddp_script.py", 11, "share", "every", status=1)
+    assert causes(output) == ["each replica's mean weighs alike"]
+    assert "shares of 2, 1 examples" in output
+    assert "2 replicas in 2 processes: WRONG" in output
+
+
+@pytest.mark.slow
+def test_only_so_many_steps_are_made(verify):
+    output = verify("--steps=2", SCRIPTS / "ddp_script.py", 100, "share", "padded", status=0)
+    assert "ended after 2 steps" in output
+
+
+def test_wrong_arguments(capsys):
+    assert main(["verify", "nowhere.py"]) == 2
+    assert "There is no file 'nowhere.py'" in capsys.readouterr().err
+    assert main(["verify", "--replicas=1", str(SCRIPTS / "ddp_script.py")]) == 2
+    assert "at least 2" in capsys.readouterr().err
+    assert main(["verify", "--steps=0", str(SCRIPTS / "ddp_script.py")]) == 2
+
+
+def test_a_failing_script(verify, tmp_path):
+    output = verify(script(tmp_path, "raise LookupError('no data')"), status=2)
+    assert "The script fails with one replica" in output
+    assert "LookupError: no data" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('nothing')", "made no step"),
+        ("import time; time.sleep(60)", "did not end within 4 s"),
+        (
+            "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "model(torch.ones(4, 2)).mean().backward()\noptimizer.step()\n",
+            "it makes no strategy of torchstrategy",
+        ),
+        (
+            "import os, torch, torch.distributed as dist\ndist.init_process_group()\n"
+            "model = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "x = torch.rand(4, 2, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))\n"
+            "model(x).mean().backward()\noptimizer.step()\ndist.destroy_process_group()\n",
+            "Two runs with one replica differ",
+        ),
+    ],
+)
+def test_what_cannot_be_verified(text, message, verify, tmp_path):
+    options = ["--timeout=4"] if "sleep" in text else []
+    assert message in verify(*options, script(tmp_path, text), status=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_processes(number, tmp_path):
+    text = f"import os, time\nopen(r'{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    command = [sys.executable, "-m", "torchstrategy", "verify", str(script(tmp_path, text))]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert list(tmp_path.glob("torchstrategy_*")) == []
+
+
+SHUFFLED = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+dist.init_process_group("gloo")
+size = dist.get_world_size()
+torch.manual_seed(0)
+data = [torch.randn(3) for _ in range(12)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(data, 4 // size, sampler=DistributedSampler(data) if size > 1 else None, shuffle=size == 1)
+for x in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "status"), [([], 2), (["--no-shuffle"], 0)])
+def test_another_order_leaves_open_whether_a_program_is_right(options, status, verify, tmp_path):
+    output = verify(*options, script(tmp_path, SHUFFLED), status=status)
+    assert ("CAN'T BE COMPARED" in output) == (status == 2)
+    assert causes(output) == (["batches of other examples"] if status else [])
