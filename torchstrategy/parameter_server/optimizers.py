@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchstrategy.parameter_server.bindings import Binding, Bindings
 from torchstrategy.parameter_server.optimizer_updates import attributes_of
 from torchstrategy.parameter_server.served import Served
-from torchstrategy.transport.optional import cloudpickle
+from torchstrategy.parameter_server.user_modules import dumps
 
 __all__ = ["BindingOf", "OptimizerLink", "hyper_parameters", "is_plain", "make_worker_optimizer", "step_hooks"]
 
@@ -76,7 +76,7 @@ class OptimizerLink:
             "groups": [{"params": own, **values} for own, values in zip(ids, hyper, strict=True)],
             "attributes": attributes_of(self.optimizer),
         }
-        self._bindings.client.define_optimizer(self.id, cloudpickle.dumps(definition), specs)
+        self._bindings.client.define_optimizer(self.id, dumps(definition), specs)
         self._sent = hyper
         self._is_on_worker = False
         if self.optimizer.state:  # it has made steps already, or was restored

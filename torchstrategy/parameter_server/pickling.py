@@ -16,9 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy.parameter_server.optimizer_updates import attributes_of
 from torchstrategy.parameter_server.optimizers import hyper_parameters, make_worker_optimizer, step_hooks
 from torchstrategy.parameter_server.served import Served, ServedVariable
-from torchstrategy.parameter_server.user_modules import pickled_by_value
+from torchstrategy.parameter_server.user_modules import CodePickler, pickled_by_value
 from torchstrategy.replicas.record import owner
-from torchstrategy.transport.optional import cloudpickle
 
 __all__ = ["Pickled", "pickle_with_references", "split_header", "with_header"]
 
@@ -85,10 +84,7 @@ class _CantBeSentError(TypeError):
     """Says itself what can't be sent."""
 
 
-_CloudPickler: Any = object if cloudpickle is None else cloudpickle.CloudPickler
-
-
-class _Pickler(_CloudPickler):  # type: ignore[misc]
+class _Pickler(CodePickler):
     """Writes references in the place of what is shared, and notes what they refer to."""
 
     def __init__(self, strategy: Any, name_of: Callable[[Any], str], buffer: io.BytesIO, root: Any) -> None:

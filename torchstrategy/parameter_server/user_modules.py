@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import site
 import sys
 import sysconfig
@@ -14,7 +15,27 @@ from typing import Any
 
 from torchstrategy.transport.optional import cloudpickle
 
-__all__ = ["is_sent_by_value", "pickled_by_value"]
+__all__ = ["CodePickler", "dumps", "is_sent_by_value", "pickled_by_value"]
+
+_CloudPickler: Any = object if cloudpickle is None else cloudpickle.CloudPickler
+
+
+class CodePickler(_CloudPickler):  # type: ignore[misc]
+    """Pickles by value what can't be imported."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Keep the name of a code's file, which cloudpickle 3.1.3 drops: workers' tracebacks show the lines there."""
+        if isinstance(obj, types.CodeType):
+            _, arguments = self.dispatch_table[types.CodeType](obj)
+            return _make_code, (obj.co_filename, arguments)
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any) -> bytes:
+    """Pickle an object, and by value what can't be imported."""
+    buffer = io.BytesIO()
+    CodePickler(buffer).dump(obj)
+    return buffer.getvalue()
 
 
 def is_sent_by_value(fn: Any) -> bool:
@@ -35,6 +56,10 @@ def pickled_by_value() -> Iterator[None]:
     finally:
         for module in new:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _make_code(file: str, arguments: tuple[Any, ...]) -> types.CodeType:
+    return types.CodeType(*arguments).replace(co_filename=file)
 
 
 @functools.lru_cache(maxsize=1)
