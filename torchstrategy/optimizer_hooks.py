@@ -163,7 +163,7 @@ def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
     context = current_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return
-    if owner(scaler) is None and len(context.strategy.placement.devices) > 1:
+    if owner(scaler) is None and scaler.is_enabled() and len(context.strategy.placement.devices) > 1:
         raise RuntimeError(
             f"A {type(scaler).__name__} that was made outside `strategy.scope()` can't serve several replicas in one "
             "process: each would update its scale. Make it inside `with strategy.scope():`."

@@ -581,7 +581,8 @@ class Strategy:
             return
         self.hosting.adopt_new()
         self._refresh_owned()
-        self._buffers.note_new()
+        if self.num_replicas_in_sync > 1:
+            self._buffers.note_new()
         self._after_adoption()
 
     def _after_adoption(self) -> None:

@@ -37,6 +37,7 @@ def test_processes(process_pool):
         assert found["nothing"] is None
         assert found["rounding"] is None
         assert found["buffer"] is None
+        assert found["buffer_on_one"] is None
         for name, pattern in SAID.items():
             assert found[name] is not None, name
             assert re.search(pattern, found[name]), found[name]

@@ -47,7 +47,7 @@ def check_sync(
         DivergenceError: something differs by more than rounding; the message names all of it.
         DisagreementError: the processes do not hold the same things.
     """
-    holdings = _holdings(record, hosting, buffers)
+    holdings = _holdings(record, hosting, buffers, workers)
     found: dict[str, str] = {}
     rounded: list[str] = []
     for local_id, other in enumerate(holdings[1:], 1):
@@ -82,14 +82,17 @@ def check_sync(
         )
 
 
-def _holdings(record: Record, hosting: Hosting, buffers: BufferSync) -> list[_Holding]:
+def _holdings(record: Record, hosting: Hosting, buffers: BufferSync, workers: WorkerGroup | None) -> list[_Holding]:
     """Return for each local replica what it holds, by names that are the same on all replicas and processes."""
     gc.collect()  # what the program has dropped must be gone on every process alike
     names = _names(record)
     slots = hosting.slots()
     candidates = buffers.candidates()
-    changed = zip(candidates, buffers.changed(candidates), strict=True)
-    waiting = {(id(dicts[0]), name) for (dicts, name), is_changed in changed if is_changed}
+    is_changed = buffers.changed(candidates, by_value=False)
+    if workers is not None:  # a rank without examples has not changed what waits on the others
+        rows = workers.exchange(_OPERATION, is_changed)
+        is_changed = [any(row[k] for row in rows if k < len(row)) for k in range(len(candidates))]
+    waiting = {(id(dicts[0]), name) for (dicts, name), waits in zip(candidates, is_changed, strict=True) if waits}
     num_local = len(slots[0][0]) if slots else 1
     holdings: list[_Holding] = [{} for _ in range(num_local)]
     for dicts, key in slots:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrategy.replicas.clone import Slot
@@ -32,13 +33,15 @@ class BufferSync:
         self.record = record
         self._slots = slots
         self._stamps: dict[int, tuple[Any, ...]] = {}
+        self._silent = _SilentWrites()
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
     def note_new(self) -> None:
         """Take the values of buffers that are new as synchronised: initial values are equal on all replicas."""
         for slot in self.candidates():
-            self._stamps.setdefault(_key(slot), _stamp(slot))
+            if self._stamps.setdefault(_key(slot), stamp := _stamp(slot)) is stamp:
+                self._silent.watch(slot)
 
     def candidates(self, number: int = 0, parameters: Sequence[Tensor] = ()) -> list[Slot]:
         """Return the slots that hold buffers; a variable says itself how its copies are brought together.
@@ -83,14 +86,21 @@ class BufferSync:
                     found.add(id(module._buffers))
         return frozenset(found)
 
-    def changed(self, slots: Sequence[Slot]) -> list[bool]:
+    def changed(self, slots: Sequence[Slot], *, by_value: bool = True) -> list[bool]:
         """Say which buffers any local replica has changed since they were last synchronised.
 
         A module's buffers count as changed together: torch's batch normalisation writes its moving averages without
-        moving their version, but it counts its batches. Buffers whose shapes follow the replica's share of the batch
-        are the replica's own.
+        moving their version, but it counts its batches. Other such writes show in the values. Buffers whose shapes
+        follow the replica's share of the batch are the replica's own.
+
+        Args:
+            slots: the buffers.
+            by_value: look for new writes that no version tells of.
         """
         modules = {id(slot[0][0]) for slot in slots if self._stamps.get(_key(slot)) != _stamp(slot)}
+        if by_value:
+            self._silent.find([slot for slot in slots if id(slot[0][0]) not in modules])
+        modules |= self._silent.found
         return [id(slot[0][0]) in modules and _have_equal_shapes(slot) for slot in slots]
 
     def contributions(self, slot: Slot, weights: Sequence[float], *, holds_first: bool) -> list[Tensor]:
@@ -120,6 +130,66 @@ class BufferSync:
     def mark_synchronised(self, slots: Sequence[Slot]) -> None:
         """Note the present values as synchronised."""
         self._stamps = {_key(slot): _stamp(slot) for slot in slots}
+        self._silent.refresh(slots)
+
+
+class _SilentWrites:
+    """Finds modules whose buffers are written without moving their version, as by ``functional.batch_norm``.
+
+    Values are compared in the first steps, and later one buffer at a time: what is found late is not lost, for the
+    replicas' own moving averages have the same average.
+    """
+
+    _NUM_LOOKS = 3
+    _EVERY = 16
+
+    def __init__(self) -> None:
+        #: The ids of the dictionaries of buffers that are written so.
+        self.found: set[int] = set()
+        self._values: dict[int, list[Tensor]] = {}
+        self._num_looks: dict[int, int] = {}
+        self._num_calls = 0
+
+    def watch(self, slot: Slot) -> None:
+        """Keep a buffer's values on all local replicas, to compare them with."""
+        dicts, name = slot
+        values = [own.get(name) for own in dicts]
+        if all(map(_can_compare, values)):
+            self._values[_key(slot)] = [value.detach().clone() for value in values if value is not None]
+
+    def find(self, slots: Sequence[Slot]) -> None:
+        """Look at buffers that seem unchanged."""
+        watched = [slot for slot in slots if _key(slot) in self._values and id(slot[0][0]) not in self.found]
+        for slot in watched:
+            key = _key(slot)
+            self._num_looks[key] = self._num_looks.get(key, 0) + 1
+            values, dicts = self._values[key], slot[0]
+            if not all(_are_equal(value, own[slot[1]]) for value, own in zip(values, dicts, strict=True)):
+                self.found.add(id(dicts[0]))
+            elif self._num_looks[key] >= self._NUM_LOOKS:
+                del self._values[key]
+        self._num_calls += 1
+        if slots and self._num_calls % self._EVERY == 0:
+            self.watch(slots[self._num_calls // self._EVERY % len(slots)])
+
+    def refresh(self, slots: Sequence[Slot]) -> None:
+        """Take what the buffers hold as unchanged."""
+        for slot in slots:
+            if _key(slot) in self._values:
+                self.watch(slot)
+
+
+def _can_compare(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor) and value.layout is torch.strided and not is_lazy(value)
+    return is_tensor and value.device.type not in ("meta", "xla")
+
+
+def _are_equal(before: Tensor, now: Any) -> bool:
+    if not isinstance(now, Tensor) or now.shape != before.shape or now.dtype != before.dtype:
+        return False
+    if torch.equal(before, now):
+        return True
+    return bool(((before == now) | (before.isnan() & now.isnan())).all())
 
 
 def _parameters_around(module: nn.Module, parents: dict[int, list[nn.Module]]) -> set[int]:

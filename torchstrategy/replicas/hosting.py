@@ -202,6 +202,8 @@ class DirectHosting(Hosting):
                 if id(module) not in seen:
                     seen.add(id(module))
                     for own in (module._parameters, module._buffers):
+                        if not isinstance(own, dict):  # TorchScript's view, which has no `get`
+                            own = dict(own.items())
                         found.extend(((own,), name) for name, value in own.items() if value is not None)
         return found
 

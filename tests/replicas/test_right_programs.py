@@ -1,0 +1,103 @@
+"""Programs that plain torch accepts train with several replicas, or are refused with a sentence."""
+
+import os
+
+import pytest
+import torch
+
+import torchstrategy as ts
+from tests.replicas import right_programs as programs
+
+SAME_AS_ONE = [programs.abstract_class, programs.generic_class, programs.disabled_scaler]
+SAME_IN_EVERY_HOSTING = [programs.gan_with_batch_norm, programs.quantization_aware, programs.own_moving_averages]
+
+
+def devices(number):
+    return [f"cpu:{i}" for i in range(number)]
+
+
+@pytest.mark.parametrize("program", SAME_AS_ONE)
+@pytest.mark.parametrize("number", [2, 3])
+def test_replicas_train_as_one_does(program, number):
+    assert torch.allclose(program(devices(number)), program(devices(1)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("program", [*SAME_AS_ONE, *SAME_IN_EVERY_HOSTING])
+def test_processes_train_as_replicas_in_one_do(program, process_pool):
+    expected = program(devices(2))
+    for result in process_pool(2).run(program):
+        assert torch.allclose(result, expected, rtol=0, atol=1e-6 if expected.dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("starts_at", [0, 40])
+def test_averages_written_past_their_versions_are_averaged(starts_at):
+    strategy = ts.MirroredStrategy(devices(2))
+    with strategy.scope():
+        model = programs.OwnMovingAverages().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(x, is_training):
+        optimizer.zero_grad()
+        (model(x) if is_training else model.layer(x)).sum().backward()
+        optimizer.step()
+
+    torch.manual_seed(2)
+    values = torch.randn(100, 8, 3).double()
+    expected = torch.zeros(3).double()
+    for number, x in enumerate(values):
+        strategy.run(step, args=(ts.PerReplica(x.split(4)), number >= starts_at))
+        if number >= starts_at:  # the mean of both replicas' own averages
+            expected = 0.9 * expected + 0.1 * x.mean(0)
+    assert torch.allclose(model.mean, expected, rtol=0, atol=1e-12)
+    strategy.check_sync()
+
+
+def test_a_scripted_module_trains_on_one_replica():
+    torch.manual_seed(0)
+    eager = programs.train(devices(1), lambda: torch.nn.Sequential(*_layers()).double())
+    assert torch.equal(programs.scripted(devices(1)), eager)
+
+
+def test_a_scripted_module_is_refused_on_several():
+    with pytest.raises(TypeError, match=r"TorchScript module, which can't be hosted.*Use the module"):
+        programs.scripted(devices(2))
+
+
+def test_a_sharded_model_is_refused_by_name(process_pool):
+    for text in process_pool(2).run(programs.sharded_model):
+        assert "DTensor" in text
+        assert "fully_shard" in text
+
+
+def test_a_number_of_devices():
+    assert ts.MirroredStrategy(2).num_replicas_in_sync == 2
+
+
+def test_a_fork_after_a_run():
+    strategy = ts.MirroredStrategy(devices(2))
+    _sum_of_ones(strategy)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = ""
+        try:
+            text = str(_sum_of_ones(strategy))
+        except RuntimeError as error:
+            text = str(error)
+        finally:
+            os.write(writing, text.encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert text == "2.0" or "fork" in text
+
+
+def _sum_of_ones(strategy):
+    result = strategy.run(lambda: ts.get_replica_context().all_reduce("SUM", torch.ones(1)))
+    return strategy.experimental_local_results(result)[0].item()
+
+
+def _layers():
+    return torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
