@@ -1,11 +1,13 @@
 """What would end the process, or give wrong numbers, while a function is traced for all replicas, and is refused."""
 
 import importlib
+import logging
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from tests.tpu.test_region import ROWS, enter, traced
 
@@ -47,6 +49,72 @@ def test_reading_values_is_refused(runtime, name):
         with pytest.raises(RuntimeError, match=reason) as raised:
             function(x)
     assert "test_traps.py:" in str(raised.value)
+
+
+def lbfgs(x):
+    parameter = torch.zeros(3, device=x.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS([parameter])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (parameter * x).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def scaler(x):
+    optimizer = torch.optim.SGD([torch.zeros(3, device=x.device, requires_grad=True)], 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale((optimizer.param_groups[0]["params"][0] * x).sum()).backward()
+    scaler.step(optimizer)
+
+
+def mean_of_all(x):
+    get_swa_multi_avg_fn()([torch.zeros(3, device=x.device)], [x], torch.ones((), device=x.device))
+
+
+def log_a_number(x):
+    logging.LogRecord("tests", 20, __file__, 1, "%.1f", (x.sum(),), None).getMessage()
+
+
+OF_THEIR_OWN = {
+    "lbfgs": (lbfgs, "`LBFGS`, which decides .* Train with another optimizer here"),
+    "scaler": (scaler, "`GradScaler`, which leaves out steps .* leave the scaler out, or make it with `enabled=False`"),
+    "mean": (mean_of_all, r"`get_swa_multi_avg_fn`, reads the number .* `AveragedModel\(model\)` takes the same mean"),
+    "log": (log_a_number, "A logger with a format for numbers, such as `%f`, reads .* log it outside"),
+    "cond": (
+        lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
+        r"`torch.cond` was called inside `run` .* choose by `torch.where\(condition, a, b\)`",
+    ),
+    "bag": (
+        lambda x: nn.EmbeddingBag(4, 2, sparse=True, device=x.device)(x.long()[None]),
+        "`EmbeddingBag` .* and `sparse=True` .* XLA no sparse gradients. Use `nn.Embedding`",
+    ),
+    "dense bag": (
+        lambda x: nn.EmbeddingBag(4, 2, device=x.device)(x.long()[None]),
+        "`EmbeddingBag` with a table on the device at .* torch_xla has no implementation of it. Use `nn.Embedding`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_what_can_not_work_is_called_by_its_name(runtime, name):
+    function, message = OF_THEIR_OWN[name]
+    with traced(runtime) as region:
+        x = enter(region, ROWS)
+        with pytest.raises(RuntimeError, match=message) as raised:
+            function(x)
+    assert "test_traps.py:" in str(raised.value)
+
+
+def test_a_log_shows_what_a_tensor_is(runtime, caplog):
+    with traced(runtime) as region, caplog.at_level(logging.INFO):
+        total = enter(region, ROWS).sum()
+        logging.getLogger("tests").info("loss %s", total)
+    assert "loss <a tensor of shape () from aten.sum at test_traps.py:" in caplog.text
+    assert "torch.float32: no number inside `run`>" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["item", "cpu", "print", "mask"])

@@ -145,8 +145,7 @@ class DistributedVariable(Variable):
             if self.serves_all and isinstance(value, Tensor):
                 value = fitting(self, value)  # in the merge, nobody sees that the replicas' values differ
             total = context._meet(MergeRequest(f"{method} of variable {self.name!r}", self._merge(method), value))
-            # Of what needs gradients all replicas hold the same tensor, of the rest each its own.
-            if self.serves_all and (context.group == 0 or not copy.requires_grad):
+            if self.serves_all:
                 write(copy, method, total)
         with torch._C.DisableTorchFunctionSubclass():
             return copy.detach().clone()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._tensor_str
 
-from torchstrategy.spmd.refusals import refuse_collective, refuse_cut, refuse_printing
+from torchstrategy.spmd.refusals import describe_symbol, is_logged, refuse_collective, refuse_cut, refuse_printing
 from torchstrategy.xla.patches import CUTS, functions_to_refuse
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def _unless_on_device(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def to_string(value: Any, *args: Any, **kwargs: Any) -> str:
         if _thread.region is not None and value.is_xla:
+            if is_logged():
+                return describe_symbol(_thread.region, value)
             refuse_printing(_thread.region, value)
         return original(value, *args, **kwargs)
 

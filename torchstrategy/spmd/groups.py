@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchstrategy import tree
 from torchstrategy.devices import Placement
-from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.spmd.hosts import check_shares
 from torchstrategy.spmd.values import SplitValues
 from torchstrategy.values import BatchShares, DistributedValues, PerReplica, get_shares, set_shares
 from torchstrategy.xla.runtime import TpuRuntime
@@ -118,21 +118,13 @@ def make_groups(runtime: TpuRuntime, placement: Placement, arguments: Any, share
 
     Raises:
         IndexError: a distributed value has too few values.
-        InvalidArgumentError: there are several processes, and it is not known what the arguments of others look like.
+        InvalidArgumentError: the shapes differ, and several hosts drive the devices together.
     """
     ids = placement.local_replica_ids
     own = find_groups(arguments, len(ids))
     if len(ids) < placement.num_replicas:
-        kinds: dict[Any, int] = {}
-        everywhere = [
-            kinds.setdefault(tuple(one.shares[i] for one in shares), len(kinds)) for i in range(placement.num_replicas)
-        ]
-        if len(set(own)) > len({everywhere[i] for i in ids}):
-            raise InvalidArgumentError(
-                "With several hosts, the replicas' arguments may differ in shape only as their shares of a distributed "
-                "dataset's batch do."
-            )
-        own = everywhere
+        check_shares(shares, len(set(own)))
+        own = [0] * placement.num_replicas
     return Groups(runtime, own, ids)
 
 
@@ -158,7 +150,7 @@ def _value_of_group(
     if not isinstance(leaf, PerReplica):
         return leaf
     members = groups.members_here(group)
-    example = leaf.values[members[0]] if members else leaf.values[0]
+    example = leaf.values[members[0]]
     if isinstance(example, (bool, int, float, complex)):
         values = [torch.tensor(value) for value in leaf.values]
         return enter(runtime.upload([value.unsqueeze(0) for value in values]))

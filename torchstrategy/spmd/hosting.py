@@ -21,12 +21,15 @@ from torchstrategy.optimizer_hooks import prepare
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.adapters import trace_ends
 from torchstrategy.replicas.caller_modes import CallerModes
+from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner
 from torchstrategy.spmd.context import SpmdReplicaContext
+from torchstrategy.spmd.divergence import Comparisons, refuse_different
 from torchstrategy.spmd.gradients import SpmdGradients
 from torchstrategy.spmd.groups import values_of_group
+from torchstrategy.spmd.hosts import compare_programs, describe_program
 from torchstrategy.spmd.metrics import SpmdMetrics
 from torchstrategy.spmd.processes import send_to_device
 from torchstrategy.spmd.results import join_results
@@ -76,6 +79,8 @@ class SpmdHosting(DirectHosting):
         self._ids: Tensor | None = None
         self._trace: Trace | None = None
         self._entered: dict[int, _Entered] = {}
+        self._is_new = True
+        self.comparisons = Comparisons()
 
     @property
     def num_groups(self) -> int:
@@ -99,6 +104,10 @@ class SpmdHosting(DirectHosting):
             trace: this call.
             contexts: one for each group.
         """
+        if self._is_new and self._placement.num_local < self.num_replicas:
+            tensors = [tensor for dicts, name in self.slots() if isinstance(tensor := dicts[0].get(name), Tensor)]
+            compare_programs(self._runtime, [describe_program(fn, arguments, tensors)] * self._placement.num_local)
+        self._is_new = False
         if self._trace is not None:
             raise RuntimeError("`run` was called while another call of it is being traced.")
         self._trace = trace
@@ -118,7 +127,10 @@ class SpmdHosting(DirectHosting):
             self._keep_state(trace)
             raise
         else:
-            if left := self._keep_state(trace):
+            different, left = self._keep_state(trace)
+            if different:
+                refuse_different(different)
+            if left:
                 raise RuntimeError(
                     f"{len(left)} of the replicas' tensors outlive `run`, such as a {left[0]}. The function is traced "
                     "once for all replicas, so outside it such a tensor has no single value. Return it from the "
@@ -143,7 +155,9 @@ class SpmdHosting(DirectHosting):
         runner = self._runner = Runner(len(tasks), turns, self._call_merge, concurrent=False)
         try:
             results = runner.run(tasks, self._name)
-            turns.join()
+            names = self.state.names()
+            for tensor, differs in turns.join():
+                self.comparisons.add(names.get(id(tensor), ("a tensor",))[0], differs)
         except BaseException:
             turns.undo()
             raise
@@ -188,32 +202,41 @@ class SpmdHosting(DirectHosting):
                 trace.region.mark_local(tensor)
                 self._entered[id(tensor)] = _Entered(tensor, trace.region.mark_of(tensor), outside, rows)
 
-    def _keep_state(self, trace: Trace) -> list[str]:
-        """Keep what recorded objects hold from this run to the next; describe other tensors that outlive the run.
+    def _keep_state(self, trace: Trace) -> tuple[list[str], list[str]]:
+        """Keep what recorded objects hold from this run to the next.
 
-        These get replica 0's value: a value inside a replica ends the process where it is read outside.
+        Returns:
+            Descriptions of parameters in which replicas differ, and of other tensors that outlive the run. These get
+            replica 0's value: a value inside a replica ends the process where it is read outside.
         """
         with trace.region.paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._keep_recorded(trace)
+            left: list[str] = []
+            different = self._keep_recorded(trace)
             if not trace.has_local_values():
-                return []
-            left = []
+                return different, left
             for tensor in trace.local_values():
                 left.append(trace.region.describe(tensor))
                 tensor.data = trace.stack([tensor] * trace.groups.count)[0].clone()
-        return left
+        return different, left
 
-    def _keep_recorded(self, trace: Trace) -> None:
+    def _keep_recorded(self, trace: Trace) -> list[str]:
         trace_ends(self._runtime.device.type)
         entered, self._entered = self._entered, {}
         for tensor, mark, outside, rows in entered.values():
             if trace.region.mark_of(tensor) is mark:  # read, at most
                 tensor.data = outside
                 self.state.hold(tensor, rows)
-        if trace.has_local_values():
-            for _, tensor in self.state.names().values():
-                if tensor.device == self._runtime.device and trace.is_local(tensor):
-                    self.state.keep(tensor, trace.stack([tensor] * trace.groups.count))
+        different: list[str] = []
+        for name, tensor in self.state.names().values() if trace.has_local_values() else ():
+            if tensor.device != self._runtime.device or not trace.is_local(tensor):
+                continue
+            rows = trace.stack([tensor] * trace.groups.count)
+            if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DistributedVariable):
+                different.append(f"{name}, a {trace.region.describe(tensor)}")
+                tensor.data = rows[0].clone()
+            else:
+                self.state.keep(tensor, rows)
+        return different
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
@@ -225,7 +248,8 @@ class SpmdHosting(DirectHosting):
         frame = Frame(self._strategy, None)
         push_frame(frame)
         try:
-            with self._current.region.paused():
+            shown = contextlib.nullcontext() if self._turns is None else self._turns.merging()
+            with shown, self._current.region.paused():
                 return fn(payloads)
         finally:
             pop_frame(frame)
@@ -368,13 +392,10 @@ class SpmdHosting(DirectHosting):
             self._turns.note_shared(buffer)
 
     @contextlib.contextmanager
-    def one_step(self, parameters: Sequence[Tensor], group: int) -> Iterator[None]:
+    def one_step(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Let the first group's step of an optimizer be that of all groups."""
-        if self._turns is not None:
-            self._turns.check_step(parameters)
-        yield
-        if self._turns is not None:
-            self._turns.share_step(parameters, group)
+        with contextlib.nullcontext() if self._turns is None else self._turns.step(parameters):
+            yield
 
     def local_of(self, buffers: dict[int, Tensor]) -> set[int]:
         """Return the keys of the tensors that differ, or may differ, between replicas."""

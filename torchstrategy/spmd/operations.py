@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._decomp
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 
 from torchstrategy.spmd.batch_norm import run_batch_norm, run_batch_norm_backward
 from torchstrategy.spmd.call_sites import Site
@@ -18,9 +19,11 @@ from torchstrategy.spmd.refusals import (
     DATA_DEPENDENT,
     HOST_COPIES,
     check_stays_on_device,
+    refuse_branching,
     refuse_copy_to_host,
     refuse_distributed,
     refuse_dynamic_shape,
+    refuse_embedding_bag,
     refuse_host_computation,
     refuse_mask,
     refuse_sparse_gradients,
@@ -48,6 +51,8 @@ NUMBERS = {bool, int, float, complex}
 
 def handler_of(func: Any) -> Handler | None:
     """Decide, at the first sight of an operation, what to do with it, and remember that."""
+    if isinstance(func, HigherOrderOperator):
+        refuse_branching(func.__name__)
     HANDLERS[id(func)] = handler = _decide(func)
     places = [i for i, argument in enumerate(func._schema.arguments) if "Tensor" in str(argument.type)]
     TENSOR_PLACES[id(func)] = tuple(places) if len(places) > 1 else ()
@@ -136,6 +141,21 @@ def _mark_written(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             region.mark_results(args[position] if position < len(args) else kwargs.get(argument.name), site)
+
+
+def _run_copy(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy into a new value: torch_xla would write to the tensor that held the old one, which others may hold."""
+    target, source = args[:2]
+    if not is_on_device(target) or isinstance(target, (list, tuple)):
+        return _run_mutation(region, func, args, kwargs)
+    if not isinstance(source, Tensor):
+        source = torch.full((), source, dtype=target.dtype, device=target.device)
+    result = source.to(device=target.device, dtype=target.dtype).expand(target.shape).clone()
+    return region.marked(result, func, args)
+
+
+def _run_foreach_copy(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return [_run_copy(region, func, pair, kwargs) for pair in zip(args[0], args[1], strict=True)]
 
 
 def _run_index(region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,10 +306,12 @@ _NAMED: dict[str, Handler] = {
     "_pack_padded_sequence": _refuse_on_device,  # its kernel copies the lengths to the host
     "elu_backward": _run_elu_backward,
     "embedding": _run_embedding,
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), refuse_embedding_bag),
     **dict.fromkeys(("index_select", "index_copy", "index_add", "index_fill"), _run_by_index),
     "_weight_norm_interface": _run_weight_norm,
     "_weight_norm_interface_backward": _run_weight_norm,
-    "copy": _run_mutation,
+    "copy": _run_copy,
+    "_foreach_copy": _run_foreach_copy,
 }
 COMPUTATIONS |= {_run_carefully, _run_index, _run_by_index}
 _OVERLOADS: dict[str, Handler] = {"repeat_interleave.Tensor": refuse_dynamic_shape}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from torchstrategy.cluster_resolver.job import Job
@@ -125,8 +126,9 @@ def send_to_device(obj: Any, device: torch.device) -> None:
     """
     if isinstance(obj, nn.Module):
         for module in obj.modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and tensor.device != device:
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                is_read_on_host = name == "n_averaged" and isinstance(module, AveragedModel)
+                if tensor is not None and tensor.device != device and not is_read_on_host:
                     _move(tensor, device)
             if is_metric(module):
                 module.to(device)  # its states are plain attributes

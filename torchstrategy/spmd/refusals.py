@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.call_site import call_site
+from torchstrategy.collectives.call_site import call_site, is_users_file
 from torchstrategy.spmd.batch_norm import reads_batch_count
-from torchstrategy.spmd.marks import any_on_device, is_on_device
+from torchstrategy.spmd.marks import any_on_device, is_on_device, with_defaults
 
 if TYPE_CHECKING:
     from torchstrategy.spmd.region import Region
@@ -18,12 +23,16 @@ __all__ = [
     "DATA_DEPENDENT",
     "HOST_COPIES",
     "check_stays_on_device",
+    "describe_symbol",
+    "is_logged",
     "refuse",
+    "refuse_branching",
     "refuse_collective",
     "refuse_copy_to_host",
     "refuse_cut",
     "refuse_distributed",
     "refuse_dynamic_shape",
+    "refuse_embedding_bag",
     "refuse_host_computation",
     "refuse_mask",
     "refuse_printing",
@@ -42,6 +51,31 @@ _DYNAMIC = "The shape of the result depends on a tensor's values, but shapes mus
 _STATIC = (
     "Keep the shape: multiply by the mask, or use `torch.where(mask, x, other)` or `x.masked_fill(mask, number)`; or "
     "do this outside `run`, for example in the dataset."
+)
+
+#: Code that reads numbers for the program: the end of its file's path, what the program calls it, and what to do.
+_READERS = (
+    (
+        "torch/amp/grad_scaler.py",
+        "`GradScaler`, which leaves out steps whose gradients overflow,",
+        "TPUs compute in bfloat16, which has the range of float32 and needs no scaling: leave the scaler out, or make "
+        "it with `enabled=False`.",
+    ),
+    (
+        "torch/optim/lbfgs.py",
+        "`LBFGS`, which decides by losses and gradients how far to go,",
+        "Train with another optimizer here, or with this one under another strategy.",
+    ),
+    (
+        "torch/optim/swa_utils.py",
+        "An average's function, such as `get_swa_multi_avg_fn`,",
+        "`AveragedModel(model)` takes the same mean without `multi_avg_fn`; `get_ema_multi_avg_fn` reads nothing.",
+    ),
+    (
+        "logging/__init__.py",
+        "A logger with a format for numbers, such as `%f`,",
+        "Return the tensor from the function and log it outside; `%s` shows here what a tensor is.",
+    ),
 )
 
 #: Operations that return a number, which the host needs now.
@@ -76,7 +110,21 @@ def refuse_copy_to_host(region: Region, func: Any, args: tuple[Any, ...], kwargs
         return 1
     if region.outer_operation is not None:
         refuse_host_computation(region.outer_operation)
-    refuse(f"{_host_action(func)} of a {region.describe(value)}", _WHY, _INSTEAD)
+    what = f"a {region.describe(value)}"
+    for who, instead in _readers():
+        refuse(f"{who} reads the number of {what}", _WHY, instead)
+    refuse(f"{_host_action(func)} of {what}", _WHY, _INSTEAD)
+
+
+def _readers() -> Iterator[tuple[str, str]]:
+    """Yield what reads a number for the program, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename).as_posix()
+        yield from ((who, instead) for end, who, instead in _READERS if file.endswith(f"/{end}"))
+        if is_users_file(frame.f_code.co_filename):
+            return
+        frame = frame.f_back
 
 
 def check_stays_on_device(region: Region, func: Any, args: tuple[Any, ...], device: Any) -> None:
@@ -116,6 +164,42 @@ def refuse_host_computation(func: Any) -> NoReturn:
 def refuse_sparse_gradients() -> NoReturn:
     """Refuse ``Embedding(sparse=True)``."""
     refuse("An embedding with `sparse=True`", "XLA has no sparse gradients.", "Use `sparse=False`.")
+
+
+def refuse_embedding_bag(_region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``EmbeddingBag``, unless it is on the device."""
+    if not any_on_device(args):
+        return func(*args, **kwargs)
+    is_sparse = with_defaults(args, 3, (False, 0, False, None, False, -1))[5]
+    refuse(
+        f"`EmbeddingBag` with a table on the device{' and `sparse=True`' if is_sparse else ''}",
+        f"torch_xla has no implementation of it{', and XLA no sparse gradients' if is_sparse else ''}.",
+        "Use `nn.Embedding` and take the sum, mean or maximum over each bag's rows, padded to one length.",
+    )
+
+
+def refuse_branching(name: str) -> NoReturn:
+    """Refuse ``torch.cond`` and its kin, whose branches are traced by other means."""
+    refuse(
+        f"`torch.{name}` was called inside `run`",
+        "Its functions would be traced apart from the step, where nobody sees which values differ between replicas.",
+        "Compute both branches and choose by `torch.where(condition, a, b)`; write loops of a fixed length in Python.",
+    )
+
+
+def is_logged() -> bool:
+    """Say whether a logger formats a message: it would print an error and go on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename == logging.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def describe_symbol(region: Region, value: Tensor) -> str:
+    """Return what stands for a tensor in a log, as tf shows a graph's."""
+    return f"<a {region.describe(value)}, {value.dtype}: no number inside `run`>"
 
 
 def refuse_printing(region: Region, value: Tensor) -> NoReturn:

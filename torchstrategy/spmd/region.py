@@ -40,6 +40,8 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_replicas: how many replicas the trace is for.
     """
 
+    supports_higher_order_operators = True  # to be refused by us
+
     def __init__(self, runtime: TpuRuntime, num_replicas: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.runtime = runtime
@@ -189,25 +191,38 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch._C._pop_torch_dispatch_stack(None)
             self.outer_operation, self.is_decomposing = outer
 
+    def plain(self, value: Tensor) -> Tensor:
+        """Return the tensor that a dispatch mode sees for what the program holds."""
+        if not torch._is_functional_tensor(value):
+            return value
+        # A view of a tensor that was written to is computed anew; in a region, so that it is marked as well.
+        torch._C._push_on_torch_dispatch_stack(self)
+        try:
+            torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
+        finally:
+            torch._C._pop_torch_dispatch_stack(None)
+        plain: Tensor = torch._from_functional_tensor(value)
+        return plain
+
     def mark_local(self, value: Tensor) -> Tensor:
         """Say that a tensor differs between replicas; returns it."""
-        self.mark_results(self._plain(value), None)
+        self.mark_results(self.plain(value), None)
         return value
 
     def mark_shared(self, value: Tensor) -> Tensor:
         """Say that all replicas hold the same value; returns it."""
-        plain = self._plain(value)
+        plain = self.plain(value)
         if get_mark(plain) is not None:
             delattr(plain, MARK)
         return value
 
     def mark_of(self, value: Tensor) -> object:
         """Return what a tensor is marked with: another object once it was written to in the region."""
-        return get_mark(self._plain(value))
+        return get_mark(self.plain(value))
 
     def is_local(self, value: Tensor) -> bool:
         """Say whether a tensor differs between replicas."""
-        return is_on_device(value) and get_mark(self._plain(value)) is not None
+        return is_on_device(value) and get_mark(self.plain(value)) is not None
 
     def has_living_local_values(self) -> bool:
         """Say whether anything, such as an autograd graph, still holds a local value of this region. Fast."""
@@ -230,7 +245,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def describe(self, value: Tensor) -> str:
         """Return what a tensor is and where the program computed it, for messages."""
         text = f"tensor of shape {tuple(value.shape)}"
-        site = get_mark(self._plain(value)) if is_on_device(value) else None
+        site = get_mark(self.plain(value)) if is_on_device(value) else None
         return text if site is None else f"{text} from {describe_site(site)}"
 
     @contextlib.contextmanager
@@ -269,19 +284,6 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._owes_draw:
             self._owes_draw = False
             _draw_seed()
-
-    def _plain(self, value: Tensor) -> Tensor:
-        """Return the tensor that a dispatch mode sees for what the program holds."""
-        if not torch._is_functional_tensor(value):
-            return value
-        # A view of a tensor that was written to is computed anew; in a region, so that it is marked as well.
-        torch._C._push_on_torch_dispatch_stack(self)
-        try:
-            torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
-        finally:
-            torch._C._pop_torch_dispatch_stack(None)
-        plain: Tensor = torch._from_functional_tensor(value)
-        return plain
 
 
 def _draw_seed() -> int:

@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.record import Record
+from torchstrategy.spmd.marks import is_on_device
 
 __all__ = ["ReplicaState"]
 
@@ -103,8 +104,10 @@ class ReplicaState:
         places = {(id(dicts[0]), name) for dicts, name in wanted}
         found = {}
         for key, (dicts, name) in enumerate(self._slots()):
-            tensor = dicts[0].get(name)
-            if (id(dicts[0]), name) in places and tensor is not None and (all_of_them or self.is_local(tensor)):
+            if (id(dicts[0]), name) not in places:
+                continue
+            tensor = dicts[0][name]
+            if is_on_device(tensor) and (all_of_them or self.is_local(tensor)):
                 found[key] = tensor
         return found
 

@@ -44,7 +44,7 @@ def _one_step(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args, **kwargs)
         if not isinstance(context, SpmdReplicaContext):
             return _trace_step(context, optimizer, step, args, kwargs)
-        one_step = context._hosting.one_step(optimizer_parameters(optimizer), context.group)
+        one_step = context._hosting.one_step(optimizer_parameters(optimizer))
         if context.group > 0:
             with one_step:
                 return _follow(context, optimizer, kwargs.get("closure", args[0] if args else None))

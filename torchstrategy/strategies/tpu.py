@@ -270,8 +270,13 @@ class TPUStrategy(Strategy):
                 "`run` was called outside a `ts.function`: each call is a graph of its own, and what is done with its "
                 "results another one. Decorate the function that calls `run` with `@ts.function`."
             )
-        graph.cut(self.runtime, self._compilations.look)
+        graph.cut(self.runtime, self._after_graph)
         return result
+
+    def _after_graph(self) -> None:
+        self._compilations.look()
+        if self.workers is None:
+            self.hosting.comparisons.check()
 
     def _run_spmd(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace ``fn`` for all replicas of this process."""
