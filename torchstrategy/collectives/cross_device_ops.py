@@ -300,7 +300,9 @@ def sum_gradients(
 
 def _sum_in_place(rows: Sequence[Sequence[Tensor]]) -> None:
     for row in rows:
-        _check_tensors(PerReplica(list(row)))
+        shape, dtype = row[0].shape, row[0].dtype
+        if dtype is torch.bool or any(part.shape != shape or part.dtype is not dtype for part in row):
+            _check_tensors(PerReplica(list(row)))
     total, *others = (list(column) for column in zip(*rows, strict=True))
     for column in others:
         torch._foreach_add_(total, [part.to(sum_.device) for part, sum_ in zip(column, total, strict=True)])

@@ -150,16 +150,18 @@ class GradientLedger:
     def sweep(self, local_id: int) -> None:
         """Forget what is known of a replica's gradients that the program has cleared or, after a step, replaced."""
         same: dict[int, tuple[Note, Tensor]] = {}
-        for key, reference in list(self._open[local_id].items()):
+        closed = []
+        for key, reference in self._open[local_id].items():
             parameter, note = reference(), self._notes[key]
             grad = None if parameter is None else parameter.grad
             if grad is not None and (grad is note.gradient() or note.state is State.SUMMED):
                 same[key] = note, grad
             else:
-                self._close(local_id, key)
-        for key, is_cleared in zip(same, _are_cleared(same.values()), strict=True):
-            if is_cleared:
-                self._close(local_id, key)
+                closed.append(key)
+        if same:
+            closed += [key for key, is_cleared in zip(same, _are_cleared(same.values()), strict=True) if is_cleared]
+        for key in closed:
+            self._close(local_id, key)
 
     def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
         """Take notice of a backward pass that has added to a parameter's gradient.
@@ -178,6 +180,9 @@ class GradientLedger:
             return
         before = self._notes.get(key)
         state = State.LOCAL if is_inside else State.OUTSIDE
+        if before is None and is_inside:  # neither open nor unused
+            self._notes[key] = Note(state, grad, next(self._passes))
+            return
         if before is not None and (before.gradient() is grad or key in self._grow_anew[local_id]):
             state = self._grown(before, grad, state)
         self._set(local_id, key, Note(state, grad, next(self._passes)))
@@ -328,7 +333,7 @@ class GradientLedger:
     def _note(self, parameters: Iterable[Tensor], state: State, run: Any) -> None:
         """Note that present gradients are sums; of many parameters in each step, so in few operations."""
         reference = None if run is None else weakref.ref(run)
-        notes, local_ids = self._notes, self._local_ids
+        notes, local_ids, seen = self._notes, self._local_ids, []
         for parameter in parameters:
             key, grad = id(parameter), parameter.grad
             local_id = local_ids.get(key)
@@ -341,11 +346,14 @@ class GradientLedger:
                 note.gradient = weakref.ref(grad)
             note.state, note.version, note.fingerprint = state, grad._version, None
             note.run, note.num_computed = reference, self._num_computed[local_id]
-            self._open[local_id][key] = self._references[key]
-            if state is State.SUMMED:
-                self._unused.add(key)
-            else:
-                self._unused.discard(key)
+            opened = self._open[local_id]
+            if key not in opened:
+                opened[key] = self._references[key]
+            seen.append(key)
+        if state is State.SUMMED:
+            self._unused.update(seen)
+        else:
+            self._unused.difference_update(seen)
 
     def _set(self, local_id: int, key: int, note: Note) -> None:
         self._notes[key] = note
@@ -390,11 +398,11 @@ def _are_cleared(pairs: Iterable[tuple[Note, Tensor]]) -> list[bool]:
         answers.append(note.state is State.APPLIED and note.version != grad._version)
         if not _is_traced(grad):
             by_device.setdefault(grad.device, []).append(k)
-    with torch.no_grad():
-        for indices in by_device.values():
+    for indices in by_device.values():
+        with torch.no_grad():
             found = torch.stack([values[k].detach().any() for k in indices]).tolist()
-            for k, has_some in zip(indices, found, strict=True):
-                answers[k] = not has_some
+        for k, has_some in zip(indices, found, strict=True):
+            answers[k] = not has_some
     return answers
 
 

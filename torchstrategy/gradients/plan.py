@@ -45,15 +45,28 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[_Key, Plan] = {}
+        #: The same by what is read faster than a layout, and says no less.
+        self._known: dict[tuple[Any, ...], Plan] = {}
         self._num_plans = 0
 
     def of(self, parameters: Sequence[Tensor]) -> Plan:
         """Return the plan of a list of parameters, another one where a shape, dtype or memory format has changed."""
+        try:
+            seen = tuple([(id(p), p.shape, p.dtype, p.stride()) for p in parameters])
+        except RuntimeError:  # of a layout without strides
+            return self._find(parameters)
+        plan = self._known.get(seen)
+        if plan is None or not plan.is_of(parameters):
+            plan = self._known[seen] = self._find(parameters)
+        return plan
+
+    def _find(self, parameters: Sequence[Tensor]) -> Plan:
         layout = tuple((tuple(p.shape), str(p.dtype), memory_order(p)) for p in parameters)
         key = (tuple(map(id, parameters)), layout)
         plan = self._plans.get(key)
         if plan is None or not plan.is_of(parameters):
             self._plans = {key: plan for key, plan in self._plans.items() if plan.is_alive()}
+            self._known = {seen: plan for seen, plan in self._known.items() if plan.is_alive()}
             self._num_plans += 1
             plan = self._plans[key] = Plan(self._num_plans, layout, parameters)
         return plan

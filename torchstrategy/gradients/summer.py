@@ -230,7 +230,14 @@ class GradientSummer:
         rows = [self._states(part) for part in parts]
         doubts: list[list[Any]] = []
         for k, (column, states) in enumerate(zip(columns, zip(*rows, strict=True), strict=True)):
-            present = [parameter.grad for parameter in column if parameter.grad is not None]
+            present = [grad for parameter in column if (grad := parameter.grad) is not None]
+            for grad in present:
+                if grad.is_sparse:
+                    sparse |= 1 << k
+                else:
+                    dense |= 1 << k
+            if states.count(State.LOCAL) == len(states):
+                continue
             is_summed = states[0] is State.SUMMED
             if any((state is State.SUMMED) != is_summed for state in states):
                 raise RuntimeError(
@@ -240,8 +247,6 @@ class GradientSummer:
                 )
             if all(state in (State.EDITED, State.DOUBTFUL) for state in states):
                 doubts.append([k, State.DOUBTFUL not in states, *fingerprints(present)])
-            sparse |= any(grad.is_sparse for grad in present) << k
-            dense |= any(not grad.is_sparse for grad in present) << k
             marked |= is_summed << k
         changed = 0
         for k, is_changed in enumerate(self._buffers.changed(slots)):
@@ -349,8 +354,7 @@ class GradientSummer:
             firsts = [part[0] for part in parts]
             totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
             parts = [[total] * len(placement.devices) for total in totals]
-        for slot, totals in zip(slots, parts, strict=True):
-            self._buffers.store(slot, totals)
+        self._buffers.store(slots, parts)
 
 
 def _early_reports(records: Sequence[_Record]) -> list[EarlyReport]:

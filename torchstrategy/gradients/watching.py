@@ -81,6 +81,7 @@ def _restore(replaced: _Replaced) -> None:
     replaced.clear()
 
 
+@functools.lru_cache(maxsize=16)
 def _telling_before(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def tell(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +94,7 @@ def _telling_before(backward: Callable[..., None]) -> Callable[..., None]:
     return tell
 
 
+@functools.lru_cache(maxsize=16)
 def _telling_after(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def tell(*args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ class BufferSync:
         """
         modules = {id(slot[0][0]) for slot in slots if self._stamps.get(_key(slot)) != _stamp(slot)}
         if by_value:
-            self._silent.find([slot for slot in slots if id(slot[0][0]) not in modules])
+            self._silent.find(slots, modules)
         modules |= self._silent.found
         return [id(slot[0][0]) in modules and _have_equal_shapes(slot) for slot in slots]
 
@@ -118,14 +118,14 @@ class BufferSync:
         wide = [value.to(torch.int64) for value in values]
         return [value if holds_first and i == 0 else torch.zeros_like(value) for i, value in enumerate(wide)]
 
-    def store(self, slot: Slot, totals: Sequence[Tensor]) -> None:
+    def store(self, slots: Sequence[Slot], totals: Sequence[Sequence[Tensor]]) -> None:
         """Write the sums to the replicas' buffers."""
-        dicts, name = slot
-        with torch.no_grad():
-            for own, total in zip(dicts, totals, strict=True):
-                # As torch's batch norm writes them: a backward pass that is still to come does not use their values.
-                with torch.autograd.grad_mode._unsafe_preserve_version_counter(own[name]):
-                    own[name].copy_(total)
+        buffers = tuple(own[name] for dicts, name in slots for own in dicts)
+        values = [total for row in totals for total in row]
+        # As torch's batch norm writes them: a backward pass that is still to come does not use their values.
+        with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers):
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
 
     def mark_synchronised(self, slots: Sequence[Slot]) -> None:
         """Note the present values as synchronised."""
@@ -157,16 +157,23 @@ class _SilentWrites:
         if all(map(_can_compare, values)):
             self._values[_key(slot)] = [value.detach().clone() for value in values if value is not None]
 
-    def find(self, slots: Sequence[Slot]) -> None:
-        """Look at buffers that seem unchanged."""
-        watched = [slot for slot in slots if _key(slot) in self._values and id(slot[0][0]) not in self.found]
-        for slot in watched:
-            key = _key(slot)
+    def find(self, slots: Sequence[Slot], changed: set[int]) -> None:
+        """Look at buffers of modules that seem unchanged.
+
+        Args:
+            slots: the buffers.
+            changed: the ids of the dictionaries of those that are known to have changed.
+        """
+        for slot in slots if self._values else ():
+            values, (dicts, name) = self._values.get(_key(slot)), slot
+            if values is None:
+                continue
+            key, module = _key(slot), id(dicts[0])
+            is_known = module in changed or module in self.found
+            if not is_known and not all(_are_equal(value, own[name]) for value, own in zip(values, dicts, strict=True)):
+                self.found.add(module)
             self._num_looks[key] = self._num_looks.get(key, 0) + 1
-            values, dicts = self._values[key], slot[0]
-            if not all(_are_equal(value, own[slot[1]]) for value, own in zip(values, dicts, strict=True)):
-                self.found.add(id(dicts[0]))
-            elif self._num_looks[key] >= self._NUM_LOOKS:
+            if self._num_looks[key] >= self._NUM_LOOKS:
                 del self._values[key]
         self._num_calls += 1
         if slots and self._num_calls % self._EVERY == 0:
@@ -174,7 +181,7 @@ class _SilentWrites:
 
     def refresh(self, slots: Sequence[Slot]) -> None:
         """Take what the buffers hold as unchanged."""
-        for slot in slots:
+        for slot in slots if self._values else ():
             if _key(slot) in self._values:
                 self.watch(slot)
 

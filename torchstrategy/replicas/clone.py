@@ -363,15 +363,17 @@ class _ModuleTensors:
 
     def push_belongings(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
         """Let the other replicas' parameters follow the hooks and attributes of replica 0's."""
-        for dicts, name in self._parameters():
+        for dicts, name in self._parameters() if self._belongings else ():
             now = belongings_of(dicts[0][name])
             if self._belongings[name] != now:
                 push_belongings([own[name] for own in dicts], self._belongings[name], now, values_for)
                 self._belongings[name] = now
 
     def _parameters(self) -> list[Slot]:
-        found = self.slots[: self._num_parameters]
-        return [slot for slot in found if not isinstance(slot[0][0].get(slot[1]), (Variable, NoneType))]
+        if not self._num_parameters:
+            return []
+        found = [(slot, slot[0][0].get(slot[1])) for slot in self.slots[: self._num_parameters]]
+        return [s for s, p in found if type(p) is nn.Parameter or not isinstance(p, (Variable, NoneType))]
 
     def note(self) -> None:
         """Note what replica 0's tensors are and have."""
@@ -412,7 +414,9 @@ def _stamp(slot: Slot) -> _Stamp:
         version = tensor._version
     except RuntimeError:  # an inference tensor
         version = -1
-    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, *_grad_stamp(tensor))
+    grad = tensor.grad if tensor.is_leaf else None
+    of_grad = (0, 0) if grad is None else (id(grad), grad._version)
+    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, *of_grad)
 
 
 def _grad_stamp(tensor: Tensor) -> tuple[int, int]:

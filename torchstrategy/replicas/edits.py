@@ -197,7 +197,7 @@ def _can_compare(tensor: object) -> bool:
 
 
 def _living(references: Sequence[weakref.ref[Tensor]]) -> list[Tensor]:
-    found = [tensor for tensor in (reference() for reference in references) if tensor is not None]
+    found = [tensor for reference in references if (tensor := reference()) is not None]
     return found if len(found) == len(references) else []
 
 
