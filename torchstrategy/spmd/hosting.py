@@ -26,7 +26,6 @@ from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner
 from torchstrategy.spmd.context import SpmdReplicaContext
-from torchstrategy.spmd.divergence import Comparisons, refuse_different
 from torchstrategy.spmd.gradients import SpmdGradients
 from torchstrategy.spmd.groups import values_of_group
 from torchstrategy.spmd.hosts import compare_programs, describe_program
@@ -37,6 +36,7 @@ from torchstrategy.spmd.state import ReplicaState
 from torchstrategy.spmd.steps import prepare_step
 from torchstrategy.spmd.trace import Trace
 from torchstrategy.spmd.turns import GroupTurns
+from torchstrategy.spmd.writes import Comparisons, refuse_different
 from torchstrategy.values import DistributedValues
 from torchstrategy.xla import graph
 from torchstrategy.xla.runtime import TpuRuntime
