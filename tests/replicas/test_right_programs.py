@@ -52,6 +52,29 @@ def test_averages_written_past_their_versions_are_averaged(starts_at):
     strategy.check_sync()
 
 
+def test_averages_written_past_their_versions_outside_run_reach_all_replicas():
+    strategy = ts.MirroredStrategy(devices(3))
+    with strategy.scope():
+        model = programs.OwnMovingAverages().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    torch.manual_seed(2)
+    values = torch.randn(6, 6, 3).double()
+    for x in values[:2]:  # in which it is found how the module writes
+        strategy.run(step, args=(ts.PerReplica(x.split(2)),))
+    for x in values[2:]:
+        strategy.run(step, args=(ts.PerReplica(x.split(2)),))
+        with torch.no_grad():
+            model(x + 7)  # as `update_bn` does
+        seen = strategy.experimental_local_results(strategy.run(lambda: model.mean.clone()))
+        assert [torch.equal(mean, model.mean) for mean in seen] == [True] * 3
+
+
 def test_a_scripted_module_trains_on_one_replica():
     torch.manual_seed(0)
     eager = programs.train(devices(1), lambda: torch.nn.Sequential(*_layers()).double())

@@ -33,7 +33,7 @@ class BufferSync:
         self.record = record
         self._slots = slots
         self._stamps: dict[int, tuple[Any, ...]] = {}
-        self._silent = _SilentWrites()
+        self._silent = _SilentWrites(record.written_past)
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
@@ -138,14 +138,17 @@ class _SilentWrites:
 
     Values are compared in the first steps, and later one buffer at a time: what is found late is not lost, for the
     replicas' own moving averages have the same average.
+
+    Args:
+        found: where the ids of the modules' dictionaries of buffers are put.
     """
 
     _NUM_LOOKS = 3
     _EVERY = 16
 
-    def __init__(self) -> None:
+    def __init__(self, found: set[int]) -> None:
         #: The ids of the dictionaries of buffers that are written so.
-        self.found: set[int] = set()
+        self.found = found
         self._values: dict[int, list[Tensor]] = {}
         self._num_looks: dict[int, int] = {}
         self._num_calls = 0

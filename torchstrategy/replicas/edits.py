@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,9 @@ class _Part(NamedTuple):
     members: list[tuple[weakref.ref[Tensor], ...]]
     start: int
     stop: int
+    is_buffer: bool
+    #: Whether it is looked at before and after each run.
+    is_first: bool = False
 
     def columns(self) -> list[list[Tensor]]:
         """Return the tensors that the program still has, each on every replica."""
@@ -67,11 +70,16 @@ class OutsideEdits:
     Args:
         slots: returns where the parameters and buffers live.
         name: says which replica a local id is.
+        written_past: the ids of dictionaries of buffers that modules write to past the version counter.
     """
 
-    def __init__(self, slots: Callable[[], list[Slot]], name: Callable[[int], str]) -> None:
+    def __init__(
+        self, slots: Callable[[], list[Slot]], name: Callable[[int], str], written_past: Collection[int]
+    ) -> None:
         self._slots = slots
         self._name = name
+        self._written_past = written_past
+        self._num_written_past = 0
         self._parts: list[_Part] = []
         self._position = 0
         self._num_runs = 0
@@ -111,17 +119,20 @@ class OutsideEdits:
         start = time.perf_counter()
         limit = start + self._credit / 2  # it takes as long once more when the next run starts
         self._num_runs += 1
-        if self._num_runs % _NUM_RUNS_OF_LIST == 1:
-            self._parts = _parts_of(self._slots())
-        if self._parts:
-            self._look_at(self._parts[0])
+        if self._num_runs % _NUM_RUNS_OF_LIST == 1 or len(self._written_past) != self._num_written_past:
+            self._num_written_past = len(self._written_past)
+            self._parts = _parts_of(self._slots(), self._written_past)
+        num_first = sum(part.is_first for part in self._parts)
+        for part in self._parts[:num_first]:
+            self._look_at(part)
         must_look = self._num_runs % _NUM_RUNS_BETWEEN == 0
-        for _ in self._parts[1:]:
+        others = self._parts[num_first:]
+        for _ in others:
             if not (must_look or self._has_found or time.perf_counter() < limit):
                 break
             must_look = False
-            self._position = self._position % (len(self._parts) - 1) + 1
-            self._look_at(self._parts[self._position])
+            self._position = (self._position + 1) % len(others)
+            self._look_at(others[self._position])
         self._credit -= time.perf_counter() - start
 
     def _look_at(self, part: _Part) -> None:
@@ -148,8 +159,8 @@ class OutsideEdits:
                 "`.data`, between two runs. The other replicas of this process follow. Writing to the tensor itself, "
                 "inside `with torch.no_grad():`, is noticed without a search."
             )
-            columns = [column for part in _parts_of(self._slots()) for column in part.columns()]
-            found = [*found, *(column for column in columns if isinstance(column[0], nn.Parameter))]
+            parts = _parts_of(self._slots(), ())
+            found = [*found, *(column for part in parts if not part.is_buffer for column in part.columns())]
         self._has_found = True
         with torch.no_grad():
             for first, *others in found:
@@ -164,26 +175,33 @@ class OutsideEdits:
             raise DivergenceError(describe_divergence(*found[0]))
 
 
-def _parts_of(slots: Sequence[Slot]) -> list[_Part]:
+def _parts_of(slots: Sequence[Slot], written_past: Collection[int]) -> list[_Part]:
     parts: list[_Part] = []
-    open_parts: dict[tuple[torch.dtype, bool], tuple[_Part, int]] = {}
+    open_parts: dict[tuple[torch.dtype, bool, bool], tuple[_Part, int]] = {}
     for dicts, name in slots:
         tensors = [own[name] for own in dicts if _can_compare(own.get(name))]
         if len(tensors) < len(dicts) or len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
             continue
         members, count = tuple(weakref.ref(tensor) for tensor in tensors), tensors[0].numel()
+        is_buffer, is_first = not isinstance(tensors[0], nn.Parameter), id(dicts[0]) in written_past
         if count > _PART_NUMBERS:
             size = _RANGE_NUMBERS if all(tensor.is_contiguous() for tensor in tensors) else count
-            parts += [_Part([members], start, min(start + size, count)) for start in range(0, count, size)]
+            starts = range(0, count, size)
+            parts += [_Part([members], start, min(start + size, count), is_buffer, is_first) for start in starts]
             continue
-        key = (tensors[0].dtype, isinstance(tensors[0], nn.Parameter))  # buffers may differ
+        key = (tensors[0].dtype, is_buffer, is_first)  # buffers may differ
         part, filled = open_parts.get(key, (None, 0))
         if part is None or filled + count > _PART_NUMBERS or len(part.members) == _PART_TENSORS:
-            part, filled = _Part([], 0, _PART_NUMBERS), 0
+            part, filled = _Part([], 0, _PART_NUMBERS, is_buffer, is_first), 0
             parts.append(part)
         part.members.append(members)
         open_parts[key] = (part, filled + count)
-    return sorted(parts, key=lambda part: not isinstance(part.members[0][0](), nn.Parameter))
+    parts.sort(key=lambda part: (not part.is_first, part.is_buffer))
+    for k, part in enumerate(parts):
+        if not part.is_first:  # of all others one
+            parts[k] = part._replace(is_first=True)
+            break
+    return parts
 
 
 def _state(tensor: Tensor) -> tuple[int, int, int]:

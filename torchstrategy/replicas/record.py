@@ -88,6 +88,8 @@ class Record:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         #: How many objects were added so far.
         self.num_added = 0
+        #: The ids of the dictionaries of those buffers that modules write to past torch's version counter.
+        self.written_past: set[int] = set()
         self._claimed_at = (0, 0)
         if strategy.num_replicas_in_sync > 1:
             _records.add(self)

@@ -68,7 +68,7 @@ class ThreadedHosting(Hosting):
         if concurrent and sum(device.type == "cpu" for device in placement.devices) > 1:
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._placement.name_of)
-        self._edits = OutsideEdits(self._set.slots, self._placement.name_of)
+        self._edits = OutsideEdits(self._set.slots, self._placement.name_of, record.written_past)
         #: The error of the last run, if it failed: the replicas may not have come equally far.
         self._failed: BaseException | None = None
         self._runners: list[Runner] = []
