@@ -19,6 +19,20 @@ def checkpoint(value):
     return ts.train.Checkpoint(value=value)
 
 
+@pytest.mark.parametrize("name", ["../victim", "{parent}/victim", "sub/victim", "..", ""])
+def test_an_index_names_files_of_its_directory_only(tmp_path, name):
+    folder, victim = tmp_path / "job", tmp_path / "victim.pt"
+    folder.mkdir()
+    victim.write_text("something else")
+    written = {name.format(parent=tmp_path): 1.0, "ckpt-1": 2.0}
+    (folder / "checkpoint").write_text(json.dumps({"latest": "ckpt-1", "written": written, "last_preserved": None}))
+    with pytest.raises(ts.errors.DataLossError, match="is no checkpoint of its directory"):
+        ts.train.CheckpointManager(ts.train.Checkpoint(step=torch.tensor(1)), folder, max_to_keep=1)
+    with pytest.raises(ts.errors.DataLossError, match="is no checkpoint of its directory"):
+        ts.train.latest_checkpoint(folder)
+    assert victim.read_text() == "something else"
+
+
 def names(paths):
     return [os.path.basename(path) for path in paths]
 

@@ -148,13 +148,13 @@ def read_index(directory: str, filename: str | None = None) -> Index | None:
     """Return what names a directory's checkpoints, or ``None`` if nothing does.
 
     Raises:
-        DataLossError: the file is not what ``write_index`` wrote.
+        DataLossError: the file is not what ``write_index`` wrote, or names files outside the directory.
     """
     path = index_path(directory, filename)
     try:
         with open(path, "rb") as file:
             content = json.loads(file.read())
-            return Index({str(name): float(t) for name, t in content["written"].items()}, content["last_preserved"])
+            index = Index({str(name): float(t) for name, t in content["written"].items()}, content["last_preserved"])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -162,6 +162,14 @@ def read_index(directory: str, filename: str | None = None) -> Index | None:
             f"{path} is damaged: it should be the JSON file that names the directory's checkpoints. Delete it and "
             "restore a checkpoint by its path."
         ) from error
+    # What it names is read, and deleted when it is old: files of this directory only.
+    foreign = [name for name in index.written if name in ("", ".", "..") or os.path.basename(name) != name]
+    if foreign:
+        raise errors.DataLossError(
+            f"{path} names {foreign[0]!r}, which is no checkpoint of its directory. Was it written by somebody else? "
+            "Take the name out, or delete the file and restore a checkpoint by its path."
+        )
+    return index
 
 
 def write_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
