@@ -42,7 +42,7 @@ def test_averages_written_past_their_versions_are_averaged(starts_at):
         optimizer.step()
 
     torch.manual_seed(2)
-    values = torch.randn(100, 8, 3).double()
+    values = torch.randn(400, 8, 3).double()
     expected = torch.zeros(3).double()
     for number, x in enumerate(values):
         strategy.run(step, args=(ts.PerReplica(x.split(4)), number >= starts_at))

@@ -144,7 +144,7 @@ class _SilentWrites:
     """
 
     _NUM_LOOKS = 3
-    _EVERY = 16
+    _EVERY = 64  # each look waits for an accelerator
 
     def __init__(self, found: set[int]) -> None:
         #: The ids of the dictionaries of buffers that are written so.
