@@ -318,7 +318,9 @@ def _is_alike(tensor: Tensor) -> bool:
 
 
 def _equal(first: Tensor, other: Tensor) -> Tensor:
-    """Say whether two tensors of equal shape are equal, a 0-d bool; nan equals nan."""
+    """Say whether two tensors are equal, a 0-d bool; nan equals nan."""
+    if first.shape != other.shape:
+        return torch.zeros((), dtype=torch.bool, device=first.device)
     return ((first == other) | ((first != first) & (other != other))).all()
 
 
