@@ -155,3 +155,28 @@ def test_threads_are_divided_between_concurrent_replicas(concurrent):
         assert torch.get_num_threads() == 6
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_search_for_edits_leaves_the_cores_to_the_replicas(concurrent, monkeypatch):
+    """A team of threads spins for milliseconds after its work, which was a fifth of a small network's step."""
+    with concurrent.scope():
+        model = nn.Linear(4, 2)
+    seen = []
+    equal = torch.equal
+
+    def spy(first, second):
+        if first.shape == model.weight.shape:
+            seen.append(torch.get_num_threads())
+        return equal(first, second)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        concurrent.run(model.zero_grad)
+        monkeypatch.setattr(torch, "equal", spy)
+        concurrent.run(lambda: monkeypatch.undo() if replica_id() == 0 else None)
+        assert seen
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)

@@ -97,11 +97,12 @@ class OutsideEdits:
         if not self._watched:
             return
         start = time.perf_counter()
-        found: list[list[Tensor]] = []
-        for entry in self._watched:
-            columns = entry.columns()
-            if columns and not _are_equal(entry.part, columns):
-                found += [column for column in columns if not _are_equal(entry.part, [column])]
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a team that was at work spins for milliseconds, on the cores that the replicas need
+        try:
+            found = [column for entry in self._watched for column in _changed(entry)]
+        finally:
+            torch.set_num_threads(num_threads)
         if found:
             self._follow(found)
         self._credit -= time.perf_counter() - start
@@ -202,6 +203,14 @@ def _parts_of(slots: Sequence[Slot], written_past: Collection[int]) -> list[_Par
             parts[k] = part._replace(is_first=True)
             break
     return parts
+
+
+def _changed(entry: _Watched) -> list[list[Tensor]]:
+    """Return the tensors that no longer hold the same bits on all replicas."""
+    columns = entry.columns()
+    if not columns or _are_equal(entry.part, columns):
+        return []
+    return [column for column in columns if not _are_equal(entry.part, [column])]
 
 
 def _state(tensor: Tensor) -> tuple[int, int, int]:
