@@ -78,7 +78,8 @@ def test_averages_written_past_their_versions_outside_run_reach_all_replicas():
 def test_a_scripted_module_trains_on_one_replica():
     torch.manual_seed(0)
     eager = programs.train(devices(1), lambda: torch.nn.Sequential(*_layers()).double())
-    assert torch.equal(programs.scripted(devices(1)), eager)
+    # TorchScript differentiates by code of its own, so the last bits may differ.
+    torch.testing.assert_close(programs.scripted(devices(1)), eager, rtol=1e-12, atol=1e-12)
 
 
 def test_a_scripted_module_is_refused_on_several():
