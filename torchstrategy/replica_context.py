@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis, gather, gather_sizes
 from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.devices import tensor_device
+from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.summer import GradientSum, optimizer_parameters
 from torchstrategy.options import ReduceOp, VariableSynchronization
 from torchstrategy.replicas.mirrored import resolve
@@ -319,15 +320,30 @@ class ReplicaContext:
             uses_applied,
         )
 
-    def _before_backward(self, tensors: Any, grad_tensors: Any, *, create_graph: bool) -> None:
+    def _before_backward(self, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:
         """Take notice of a call of ``torch.autograd.backward`` that this replica is about to make."""
         strategy = self._strategy
         strategy.ledger.begin_backward(self.local_id, create_graph=create_graph)
-        strategy.gradient_summer.mean_losses.before_backward(tensors, grad_tensors, self)
+        strategy.gradient_summer.mean_losses.before_backward(outputs, grad_outputs, self)
 
-    def _after_computing(self) -> None:
-        """Take notice of a call of ``torch.autograd.grad`` that this replica has made."""
-        self._strategy.ledger.note_computed(self.local_id)
+    def _before_computing(self, outputs: Any, grad_outputs: Any, inputs: Iterable[Any]) -> FoundMean | None:
+        """Look at a call of ``torch.autograd.grad`` that this replica is about to make."""
+        owned = self._strategy._owned_parameters(self.local_id)
+        if not any(id(value) in owned for value in inputs):
+            return None
+        return self._strategy.gradient_summer.mean_losses.find(outputs, grad_outputs, self)
+
+    def _after_computing(self, mean: FoundMean | None, gradients: Iterable[Tensor | None]) -> None:
+        """Take notice of a call of ``torch.autograd.grad`` that this replica has made.
+
+        Args:
+            mean: the mean that they are the gradients of, if it is one.
+            gradients: what the call returns.
+        """
+        strategy = self._strategy
+        strategy.ledger.note_computed(self.local_id)
+        if mean is not None:
+            strategy.gradient_summer.mean_losses.note_computed(mean, gradients)
 
     def _after_clearing(self) -> None:
         """Take notice of gradients that this replica has cleared."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import backward as taken_before
+from torch.autograd import grad as grad_taken_before
 
 import torchstrategy as ts
 from tests.programs import cpu_devices, strategy_for
@@ -169,10 +171,66 @@ def scaled(loss):
     torch.amp.GradScaler("cpu", init_scale=65536.0).scale(loss).backward()
 
 
+def by_a_name_taken_before(loss):
+    taken_before(loss)
+
+
+def with_ones(loss):
+    loss.backward(torch.ones_like(loss))
+
+
 def test_ways_to_call_backward():
+    assert len(warnings_of(cpu_devices(2), F.cross_entropy, backward=by_a_name_taken_before)) == 1
+    assert len(warnings_of(cpu_devices(2), F.cross_entropy, backward=with_ones)) == 1
     assert len(warnings_of(cpu_devices(2), F.cross_entropy, backward=through_autograd)) == 1
     assert warnings_of(cpu_devices(2), F.cross_entropy, backward=with_a_factor) == []
     assert len(warnings_of(cpu_devices(2), F.cross_entropy, backward=scaled)) == 1
+
+
+def warnings_of_assigned(loss, assign):
+    """Return the warnings of a program that computes gradients by ``torch.autograd.grad`` before each step."""
+    strategy = strategy_for(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        parameters = list(model.parameters())
+        assign(parameters, grad_taken_before(loss(model(x), y), parameters), lambda: right(model(x), y))
+        optimizer.step()
+
+    data = strategy.experimental_distribute_dataset((X, Y), batch_size=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for batch in data:
+                strategy.run(step, args=batch)
+    return [str(entry.message) for entry in caught if entry.category is UserWarning]
+
+
+def assign_as_they_are(parameters, gradients, _loss):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def assign_halves(parameters, gradients, _loss):
+    assign_as_they_are(parameters, [gradient / 2 for gradient in gradients], None)
+
+
+def only_measure(_parameters, gradients, loss):
+    """As an inner step of meta-learning, or a norm for the log."""
+    assert all(gradient.norm() > 0 for gradient in gradients)
+    loss().backward()
+
+
+def test_gradients_that_are_assigned():
+    (message,) = warnings_of_assigned(F.cross_entropy, assign_as_they_are)
+    assert "is a mean over this replica's share of the batch (nll_loss)" in message
+    assert "test_mean_losses.py:" in message
+    assert warnings_of_assigned(right, assign_as_they_are) == []
+    assert warnings_of_assigned(F.cross_entropy, assign_halves) == []
+    assert warnings_of_assigned(F.cross_entropy, only_measure) == []
 
 
 def halve(model):

@@ -1,15 +1,16 @@
 """Looks whether the loss that a replica differentiates is a mean over its own share of the batch.
 
 Gradients are added up over replicas, so such a step is N times as large as one replica's. What counts is what the loss
-is, not how the program calls it: the graph of the scalar that ``backward`` starts from is followed through scalar
-operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements. Any
-division above it, and any factor that is a replica's part of the batch, counts as meant.
+is, not how the program calls it: the graph of the scalar that ``backward`` or ``grad`` starts from is followed through
+scalar operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements.
+Any division above it, and any factor that is a replica's part of the batch, counts as meant.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchstrategy.collectives.call_site import CallSite, users_frame
 from torchstrategy.log import warn_once_at
 
-__all__ = ["NUM_LOOKS", "MeanLossCheck"]
+__all__ = ["NUM_LOOKS", "FoundMean", "MeanLossCheck"]
 
 #: In so many first sums of an optimizer the losses are looked at.
 NUM_LOOKS = 3
@@ -33,8 +34,8 @@ _COLLECTIVES = ("_AllReduce", "_AllGather")
 _STACKS = ("StackBackward", "CatBackward")
 
 
-class _Found(NamedTuple):
-    """A mean that a backward pass has started from: what takes it, and where ``backward`` was called."""
+class FoundMean(NamedTuple):
+    """A mean that a backward pass has started from: what takes it, and where ``backward`` or ``grad`` was called."""
 
     name: str
     site: CallSite
@@ -45,28 +46,42 @@ class MeanLossCheck:
 
     def __init__(self) -> None:
         self._num_looks = NUM_LOOKS
-        self._found: _Found | None = None
+        self._found: FoundMean | None = None
+        #: The gradients of means that ``torch.autograd.grad`` has returned: the program may assign them.
+        self._computed: list[tuple[weakref.ref[Tensor], FoundMean]] = []
 
-    def before_backward(self, tensors: Any, grad_tensors: Any, context: Any) -> None:
-        """Look at what a replica is about to differentiate.
+    def find(self, outputs: Iterable[Any], grad_outputs: Iterable[Tensor | None], context: Any) -> FoundMean | None:
+        """Look at what a replica is about to differentiate, in the first sums.
 
         Args:
-            tensors: where the backward pass starts.
-            grad_tensors: the gradients it starts with; ``None`` means 1.
+            outputs: where the backward pass starts.
+            grad_outputs: the gradients it starts with, one for each output; ``None`` means 1.
             context: the replica's.
-        """
-        if self._num_looks == 0 or self._found is not None or grad_tensors is not None:
-            return
-        counts = _Counts(context)
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
-            node = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
-            with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
-                name = None if node is None else _find_mean(node, counts)
-            if name is not None:
-                self._found = _Found(name, users_frame())
-                return
 
-    def before_sum(self, parameters: Iterable[Tensor], *, is_new: bool, is_edited: bool) -> None:
+        Returns:
+            The first mean among the outputs that nothing scales.
+        """
+        if self._num_looks == 0:
+            return None
+        counts = _Counts(context)
+        with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
+            for output, grad in zip(outputs, grad_outputs, strict=True):
+                node = output.grad_fn if isinstance(output, Tensor) and output.numel() == 1 else None
+                name = None if node is None or not _is_one(grad) else _find_mean(node, counts)
+                if name is not None:
+                    return FoundMean(name, users_frame())
+        return None
+
+    def before_backward(self, outputs: Iterable[Any], grad_outputs: Iterable[Tensor | None], context: Any) -> None:
+        """Look at what a replica is about to differentiate by ``backward``; ``find`` has the arguments."""
+        if self._found is None:
+            self._found = self.find(outputs, grad_outputs, context)
+
+    def note_computed(self, mean: FoundMean, gradients: Iterable[Tensor | None]) -> None:
+        """Remember the gradients of a mean that ``torch.autograd.grad`` has returned."""
+        self._computed += [(weakref.ref(grad), mean) for grad in gradients if grad is not None]
+
+    def before_sum(self, parameters: Sequence[Tensor], *, is_new: bool, is_edited: bool) -> None:
         """Warn if what is summed comes from such a loss.
 
         Args:
@@ -76,11 +91,15 @@ class MeanLossCheck:
         """
         self._num_looks = max(0, (NUM_LOOKS if is_new else self._num_looks) - 1)
         found, self._found = self._found, None
+        computed, self._computed = self._computed, []
+        if computed and found is None:
+            summed = {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
+            found = next((mean for reference, mean in computed if id(reference()) in summed), None)
         if found is None or is_edited or any(_has_hooks(parameter) for parameter in parameters):
             return
         warn_once_at(
             found.site,
-            f"The loss that `backward` starts from at {found.site} is a mean over this replica's share of the batch "
+            f"The loss that is differentiated at {found.site} is a mean over this replica's share of the batch "
             f"({found.name}), but the gradients of all replicas are added up: the step becomes larger with each "
             "replica, and examples of small shares weigh more. Average over the global batch: take the loss of each "
             "example, such as by reduction='none', and "
@@ -211,10 +230,19 @@ def _number(node: Any, name: str) -> float | None:
     """Return a number that an operation has kept for its backward pass; ``None`` if it has kept none, or a tensor."""
     value = getattr(node, name, None)
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.device.type in ("xla", "meta") or torch.compiler.is_compiling():
+        if value.numel() != 1 or not _can_be_read(value):
             return None
         value = value.detach().item()
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def _is_one(grad: Tensor | None) -> bool:
+    """Say whether a backward pass starts with 1, as it does by default; so does what can't be read."""
+    return grad is None or (grad.numel() == 1 and (not _can_be_read(grad) or grad.detach().item() == 1))
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("xla", "meta") and not torch.compiler.is_compiling()
 
 
 def _has_hooks(parameter: Tensor) -> bool:

@@ -1,9 +1,10 @@
 """Lets a run see when a replica calls ``backward`` or clears gradients, whichever way the program does it.
 
-While a strategy with several replicas runs a function, ``torch.autograd.backward`` (which ``Tensor.backward`` calls)
-and ``torch.autograd.grad`` tell of their calls; after the last run in progress they are torch's own again. From a
-strategy's first run on ``Module.zero_grad`` and ``Optimizer.zero_grad`` do, until no such strategy is left: classes
-that change in every run make Python look up the attributes of all modules anew.
+While a strategy with several replicas runs a function, the one function of ``torch.autograd`` by which ``backward``,
+``Tensor.backward`` and ``grad`` reach the engine tells of its calls, also of those by names that the program took
+before; after the last run in progress it is torch's own again. From a strategy's first run on ``Module.zero_grad`` and
+``Optimizer.zero_grad`` tell, until no such strategy is left: classes that change in every run make Python look up the
+attributes of all modules anew.
 """
 
 from __future__ import annotations
@@ -43,14 +44,13 @@ def watched(strategy: Any) -> Iterator[None]:
     with _lock:
         _num_runs += 1
         if _num_runs == 1:
-            _replace(_of_runs, torch.autograd, "backward", _telling_before)
-            _replace(_of_runs, torch.autograd, "grad", functools.partial(_telling_after, "_after_computing"))
+            _replace(_of_runs, torch.autograd, "_engine_run_backward", _telling_of_passes)
         if strategy not in _strategies:
             _strategies.add(strategy)
             weakref.finalize(strategy, _forget_strategy).atexit = False
             if not _of_strategies:
                 for owner in (torch.nn.Module, torch.optim.Optimizer):
-                    _replace(_of_strategies, owner, "zero_grad", functools.partial(_telling_after, "_after_clearing"))
+                    _replace(_of_strategies, owner, "zero_grad", _telling_of_clearing)
     try:
         yield
     finally:
@@ -82,26 +82,51 @@ def _restore(replaced: _Replaced) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _telling_before(backward: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(backward)
-    def tell(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+def _telling_of_passes(engine: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(engine)
+    def tell(
+        outputs: Any,
+        grad_outputs: Any,
+        retain_graph: Any,
+        create_graph: Any,
+        inputs: Any,
+        *args: Any,
+        accumulate_grad: bool,
+        **kwargs: Any,
+    ) -> Any:
+        run = functools.partial(
+            engine,
+            outputs,
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            inputs,
+            *args,
+            accumulate_grad=accumulate_grad,
+            **kwargs,
+        )
         context = current_replica_context()
-        if context is not None and context.num_replicas_in_sync > 1:
-            create_graph = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
-            context._before_backward(tensors, grad_tensors, create_graph=bool(create_graph))
-        backward(tensors, grad_tensors, *args, **kwargs)
+        if context is None or context.num_replicas_in_sync == 1:
+            return run()
+        if accumulate_grad:
+            context._before_backward(outputs, grad_outputs, create_graph=bool(create_graph))
+            return run()
+        mean = context._before_computing(outputs, grad_outputs, inputs)
+        gradients = run()
+        context._after_computing(mean, gradients)
+        return gradients
 
     return tell
 
 
 @functools.lru_cache(maxsize=16)
-def _telling_after(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def _telling_of_clearing(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(zero_grad)
     def tell(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        result = zero_grad(*args, **kwargs)
         context = current_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
-            getattr(context, what)()
+            context._after_clearing()
         return result
 
     return tell
