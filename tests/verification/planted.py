@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd import backward
 
 import torchstrategy as ts
 
@@ -106,7 +107,10 @@ def build(strategy, kind="mlp", mistake=None, dtype=torch.float64):  # noqa: C90
             loss = ts.nn.compute_average_loss(losses, global_batch_size="actual")
         if mistake == "regularizer":
             loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
+        if kind == "mlp":
+            backward(loss)
+        else:
+            loss.backward()
         if mistake == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()

@@ -137,7 +137,7 @@ class Recorder:
                 register_optimizer_step_pre_hook(self._before_update),
             ):
                 stack.callback(handle.remove)
-            self._patch(stack, torch.autograd, "backward", self._backward)
+            self._patch(stack, torch.autograd, "_engine_run_backward", self._passing)  # by whatever name it is called
             for name in _RANDOM:
                 self._patch(stack, torch, name, self._drawing)
             for name in _RANDOM_METHODS:
@@ -151,15 +151,15 @@ class Recorder:
         setattr(owner, name, wrap(before))
         stack.callback(setattr, owner, name, before)
 
-    def _backward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _passing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            for tensor in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
-                if isinstance(tensor, Tensor) and tensor.numel() == 1:
-                    self.step.backwards.append(Backward(float(tensor.detach()), sums_of(tensor)))
-            return fn(tensors, *args, **kwargs)
+        def run(outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+            for output in outputs if accumulate_grad else ():  # else it is `grad`
+                if isinstance(output, Tensor) and output.numel() == 1:
+                    self.step.backwards.append(Backward(float(output.detach()), sums_of(output)))
+            return fn(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
 
-        return backward
+        return run
 
     def _drawing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)

@@ -141,11 +141,11 @@ class ScriptRecorder(Recorder):
                     state[name] = measured(tensor)
         return state
 
-    def _backward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        inner = super()._backward(fn)
+    def _passing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        inner = super()._passing(fn)
 
         @functools.wraps(fn)
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             own = self._own.setdefault(self.replica_id, _Own())
             own.depth += 1  # what is computed again for activation checkpoints is no call of the program's
             try:
@@ -153,7 +153,7 @@ class ScriptRecorder(Recorder):
             finally:
                 own.depth -= 1
 
-        return backward
+        return run
 
     def _adding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
