@@ -242,6 +242,8 @@ def _is_one(grad: Tensor | None) -> bool:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
     return tensor.device.type not in ("xla", "meta") and not torch.compiler.is_compiling()
 
 
