@@ -67,8 +67,8 @@ class MeanLossCheck:
         with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
             for output, grad in zip(outputs, grad_outputs, strict=True):
                 node = output.grad_fn if isinstance(output, Tensor) and output.numel() == 1 else None
-                name = None if node is None or not _is_one(grad) else _find_mean(node, counts)
-                if name is not None:
+                name = None if node is None else _find_mean(node, counts)
+                if name is not None and _is_one(grad):
                     return FoundMean(name, users_frame())
         return None
 
@@ -79,7 +79,8 @@ class MeanLossCheck:
 
     def note_computed(self, mean: FoundMean, gradients: Iterable[Tensor | None]) -> None:
         """Remember the gradients of a mean that ``torch.autograd.grad`` has returned."""
-        self._computed += [(weakref.ref(grad), mean) for grad in gradients if grad is not None]
+        alive = [entry for entry in self._computed if entry[0]() is not None]  # a program may never sum
+        self._computed = alive + [(weakref.ref(grad), mean) for grad in gradients if grad is not None]
 
     def before_sum(self, parameters: Sequence[Tensor], *, is_new: bool, is_edited: bool) -> None:
         """Warn if what is summed comes from such a loss.

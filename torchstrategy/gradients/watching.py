@@ -84,30 +84,12 @@ def _restore(replaced: _Replaced) -> None:
 @functools.lru_cache(maxsize=16)
 def _telling_of_passes(engine: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(engine)
-    def tell(
-        outputs: Any,
-        grad_outputs: Any,
-        retain_graph: Any,
-        create_graph: Any,
-        inputs: Any,
-        *args: Any,
-        accumulate_grad: bool,
-        **kwargs: Any,
-    ) -> Any:
-        run = functools.partial(
-            engine,
-            outputs,
-            grad_outputs,
-            retain_graph,
-            create_graph,
-            inputs,
-            *args,
-            accumulate_grad=accumulate_grad,
-            **kwargs,
-        )
+    def tell(outputs: Any, grad_outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        run = functools.partial(engine, outputs, grad_outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
         context = current_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return run()
+        _, create_graph, inputs = args[:3]
         if accumulate_grad:
             context._before_backward(outputs, grad_outputs, create_graph=bool(create_graph))
             return run()
