@@ -39,10 +39,12 @@ def main(config: DictConfig) -> None:
         strategy = instantiate(config.strategy)(resolver, instantiate(config.partitioner))
         try:
             train(config, strategy)
-        except ts.errors.UnavailableError as error:  # a parameter server is lost, and with it the parameters
-            raise SystemExit(
-                f"{error}\nThe same command with folder={run_path} goes on after the last epoch."
-            ) from None
+        except (ts.errors.UnavailableError, ts.errors.CancelledError) as error:
+            # A parameter server is lost, and with it the parameters; a function that waited says why it was cancelled.
+            lost = error if isinstance(error, ts.errors.UnavailableError) else error.__cause__
+            if not isinstance(lost, ts.errors.UnavailableError):
+                raise
+            raise SystemExit(f"{lost}\nThe same command with folder={run_path} goes on after the last epoch.") from None
         finally:
             strategy.close()
 

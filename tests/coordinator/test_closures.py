@@ -89,8 +89,9 @@ def test_first_error_is_raised_once_and_cancels(queue):
             bad_result.fetch()
         with pytest.raises(ValueError, match="second"):
             worse_result.fetch()
-        with pytest.raises(ts.errors.CancelledError, match=r"fn2 was cancelled, .* KeyError: 'first'"):
+        with pytest.raises(ts.errors.CancelledError, match=r"fn2 was cancelled, .* KeyError: 'first'") as caught:
             waiting_result.get()
+        assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(KeyError, match="first"):
         queue.join()
     queue.join()
@@ -140,6 +141,15 @@ def test_closure_of_a_lost_worker_is_cancelled_after_an_error(queue):
     with pytest.raises(ValueError, match="bad"):
         queue.join()
     assert queue.is_done()
+
+
+def test_a_lost_cluster_is_the_cause_of_what_it_cancels(queue):
+    made, result = closure()
+    queue.put(made)
+    queue.close(ts.errors.UnavailableError("lost"))
+    with pytest.raises(ts.errors.CancelledError, match="UnavailableError: lost") as caught:
+        result.fetch()
+    assert isinstance(caught.value.__cause__, ts.errors.UnavailableError)
 
 
 def test_report_and_close(queue):

@@ -277,4 +277,6 @@ class ClosureQueue:
         logger.info("%d scheduled functions are cancelled, because one failed.", len(closures))
         for closure in closures:
             text = f"{closure.name} was cancelled, because a function failed: {type(reason).__name__}: {reason}"
-            closure.settle(error=CancelledError(text))
+            error = CancelledError(text)
+            error.__cause__ = reason  # a lost parameter server can be told from a function's own failure
+            closure.settle(error=error)

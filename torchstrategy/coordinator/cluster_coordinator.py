@@ -208,7 +208,7 @@ class ClusterCoordinator:
             The structure with results in their places; what is no ``RemoteValue`` stays as it is.
 
         Raises:
-            CancelledError: a function was not run, because another one had failed.
+            CancelledError: a function was not run, because of the error that is its ``__cause__``.
             Exception: what a function raised.
         """
         return tree.map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
