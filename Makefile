@@ -6,6 +6,8 @@ PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
 # torch-xla needs an older torch.
 XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
+# The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-slow test-gpu test-tpu lint format types docs notebooks build clean
 
