@@ -48,7 +48,7 @@ class XlaProcesses:
     def __init__(self) -> None:
         self._kept: dict[int, XlaProcess] = {}
         self._fresh: list[XlaProcess] = []
-        process_context().set_forkserver_preload(["torchstrategy", "torch._dynamo", "torch_xla"])
+        process_context().set_forkserver_preload(["torchstrategy", "torch._dynamo", "torchmetrics", "torch_xla"])
         forkserver.ensure_running()
 
     def get(self, num_devices: int = 4, *, fresh: bool = False) -> XlaProcess:
