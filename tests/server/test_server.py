@@ -1,6 +1,8 @@
 import inspect
+import signal
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +86,25 @@ def test_a_worker_takes_no_workers(serve, loop):
     client = Client(loop, cluster["worker"][0], role="worker")
     assert client.is_ready.wait(WAIT_S)
     assert "works for coordinators only" in client.refusal
+
+
+@pytest.mark.timeout(30)
+def test_join_notices_a_signal_that_another_thread_got(serve):
+    server = serve(new_cluster(["worker"]))
+
+    def get_signal():
+        time.sleep(0.1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        thread = threading.Thread(target=get_signal)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            server.join()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_it_starts_and_stops(serve):

@@ -18,6 +18,7 @@ from torchstrategy.transport.listener import Listener
 __all__ = ["Server"]
 
 _SETTINGS: Mapping[str, type[int]] = {"encrypt_tensors": bool, "num_tensor_threads": int}
+_WAKE_UP_S = 1.0
 
 
 class Server:
@@ -95,7 +96,9 @@ class Server:
 
     def join(self) -> None:
         """Wait until another thread calls ``stop``, or a signal's handler raises an exception, as Ctrl-C does."""
-        self._ended.wait()
+        # A thread that starts others may take the signal from this one, whose endless wait would not notice.
+        while not self._ended.wait(_WAKE_UP_S):
+            pass
 
     def stop(self) -> bool:
         """Disconnect everyone and give the address free.
