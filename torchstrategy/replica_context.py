@@ -318,6 +318,7 @@ class ReplicaContext:
             None if shares is None else shares.step,
             is_fresh,
             uses_applied,
+            optimizer,
         )
 
     def _before_backward(self, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:

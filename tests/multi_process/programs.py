@@ -215,20 +215,50 @@ def foreign_model() -> None:
     strategy.run(fn)
 
 
-def loads_on_the_chief_only() -> None:
+def _train(change: Callable[[nn.Module, torch.optim.Optimizer, int], None], num_steps: int) -> None:
+    """Train; before the last step each rank makes a change."""
     strategy = ts.MirroredStrategy()
     with strategy.scope():
         model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
     def fn() -> None:
         optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
+    for _ in range(num_steps):
+        strategy.run(fn)
+    change(model, optimizer, int(not strategy.is_chief))
     strategy.run(fn)
-    if strategy.is_chief:
-        model.load_state_dict({"weight": torch.full((1, 1), 9.0), "bias": torch.zeros(1)})
+
+
+def loads_on_the_chief_only(num_steps: int) -> None:
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        if rank == 0:
+            model.load_state_dict({"weight": torch.full((1, 1), 9.0), "bias": torch.zeros(1)})
+
+    _train(load, num_steps)
+
+
+def changes_a_rate(key: str, *values: object) -> None:
+    def change(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        optimizer.param_groups[0][key] = values[rank]
+
+    _train(change, 4)
+
+
+def steps_different_optimizers() -> None:
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        kind = torch.optim.SGD if strategy.is_chief else torch.optim.Adam
+        optimizer = kind(model.parameters(), lr=0.1)
+
+    def fn() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
     strategy.run(fn)
 
 

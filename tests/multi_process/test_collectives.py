@@ -1,3 +1,6 @@
+import functools
+
+import numpy as np
 import pytest
 import torch
 
@@ -5,6 +8,7 @@ import torchstrategy as ts
 from tests.multi_process import programs
 from tests.programs import cpu_devices
 
+Divergence = ts.errors.DivergenceError
 HOSTINGS = pytest.mark.parametrize("devices", [None, cpu_devices(2)], ids=["1 each", "2 each"])
 
 
@@ -153,12 +157,23 @@ def test_two_strategies_in_one_job(process_pool):
     assert process_pool(2).run(programs.two_strategies) == [[2.0, 2.0, 2.0]] * 2
 
 
+def test_hyper_parameters_that_make_no_difference(process_pool):
+    process_pool(2).run(programs.changes_a_rate, "foreach", True, False)
+    process_pool(2).run(programs.changes_a_rate, "lr", 0.1, 0.1 + 1e-9)
+    process_pool(2).run(programs.changes_a_rate, "lr", 0.5, np.float64(0.5))
+    process_pool(2).run(programs.changes_a_rate, "note", "of rank 0", None)
+
+
 @pytest.mark.parametrize(
     ("program", "kind", "message"),
     [
         (programs.step_outside_run, RuntimeError, "outside `run`"),
         (programs.foreign_model, RuntimeError, "not made in `strategy.scope"),
-        (programs.loads_on_the_chief_only, ts.errors.DivergenceError, "parameter 'weight' of Linear"),
+        (functools.partial(programs.loads_on_the_chief_only, 1), Divergence, "parameter 'weight' of Linear"),
+        (functools.partial(programs.loads_on_the_chief_only, 5), Divergence, "parameter 'weight' of Linear"),
+        (functools.partial(programs.changes_a_rate, "lr", 0.1, 0.2), Divergence, "'lr' is 0.1 on rank 0 and 0.2 on"),
+        (functools.partial(programs.changes_a_rate, "betas", (0.9, 0.9), (0.8, 0.9)), Divergence, "'betas' is [0.9, "),
+        (programs.steps_different_optimizers, Divergence, "rank 0 steps SGD and rank 1 Adam"),
         (programs.different_models, ts.errors.InvalidArgumentError, "rank 1"),
     ],
 )

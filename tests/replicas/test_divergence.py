@@ -92,6 +92,50 @@ def test_drift_past_the_version_counter_is_found(strategy):
         strategy.run(fn, args=(True,))
 
 
+@pytest.mark.parametrize(("key", "first"), [("lr", 0.1), ("weight_decay", 0.0), ("nesterov", False)])
+def test_hyper_parameters_that_differ_are_found(strategy, key, first):
+    model, optimizer = make(strategy)
+
+    def fn(value):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0][key] = value or [first, True, 0.5][replica_id()]
+
+    match = rf"'{key}' is {first} on replica 0 on cpu:0 and True on replica 1 on cpu:1 in group 0 of SGD"
+    with pytest.raises(ts.errors.DivergenceError, match=match):
+        strategy.run(fn, args=(None,))
+    for _ in range(2):
+        strategy.run(fn, args=(0.25,))
+    assert optimizer.param_groups[0][key] == 0.25
+
+
+def test_a_scheduler_that_follows_the_replicas_own_loss_is_found(strategy):
+    _, optimizer = make(strategy)
+    with strategy.scope():
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    def fn(loss):
+        scheduler.step(loss + loss * replica_id())
+
+    strategy.run(fn, args=(1.0,))
+    strategy.run(fn, args=(0.0,))
+    with pytest.raises(ts.errors.DivergenceError, match=r"'lr' is 0\.01"):
+        strategy.run(lambda: scheduler.step(1.0 - 2.0 * (replica_id() > 0)))
+
+
+def test_rounding_of_hyper_parameters_is_no_divergence(strategy):
+    _, optimizer = make(strategy)
+
+    def fn():
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + 1e-7 * replica_id())
+        optimizer.param_groups[0]["dampening"] = float("nan")
+        optimizer.param_groups[0]["note"] = object()
+
+    for _ in range(2):
+        strategy.run(fn)
+
+
 def test_rounding_is_no_divergence(strategy):
     model, _ = make(strategy)
 

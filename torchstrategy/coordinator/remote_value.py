@@ -57,8 +57,8 @@ class RemoteValue:
             The result; a tensor without dimensions becomes a numpy scalar, a ``bfloat16`` one ``float32``.
 
         Raises:
-            CancelledError: the function was not run, because of the error that is its ``__cause__``: another function's,
-                or the ``UnavailableError`` of a lost parameter server.
+            CancelledError: the function was not run; the error's ``__cause__`` is another function's error, or the
+                ``UnavailableError`` of a lost parameter server.
             Exception: what the function raised.
         """
         return tree.map_leaves(_to_numpy, self._wait())
@@ -70,8 +70,8 @@ class RemoteValue:
             The result, with tensors on the CPU.
 
         Raises:
-            CancelledError: the function was not run, because of the error that is its ``__cause__``: another function's,
-                or the ``UnavailableError`` of a lost parameter server.
+            CancelledError: the function was not run; the error's ``__cause__`` is another function's error, or the
+                ``UnavailableError`` of a lost parameter server.
             Exception: what the function raised.
         """
         return tree.map_leaves(_to_tensor, self._wait())

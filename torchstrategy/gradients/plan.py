@@ -13,6 +13,8 @@ from torchstrategy.collectives.packing import memory_order
 
 __all__ = ["Plan", "Plans", "describe_layout"]
 
+#: So often parameters are compared because some ranks wrote to them and others did not.
+_NUM_UNLIKE = 20
 _Key = tuple[tuple[int, ...], tuple[Any, ...]]
 
 
@@ -29,11 +31,30 @@ class Plan:
         self.number = number
         self.digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
         self.num_sums = 0
+        self._writes: list[int] = []
+        self._num_unlike = 0
         self._references = [weakref.ref(parameter) for parameter in parameters]
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Say whether these are the parameters, of which there are as many."""
         return all(ref() is parameter for ref, parameter in zip(self._references, parameters, strict=True))
+
+    def is_due(self, writes: Sequence[int], check_every: int) -> bool:
+        """Say whether the ranks' parameters are to be compared before this sum; the same on all ranks.
+
+        They are where some ranks wrote to theirs more often since the last sum than others, such as one that alone
+        loads a checkpoint. Where that is so again and again without a difference, ranks make their steps differently.
+
+        Args:
+            writes: by rank, how often the parameters were written to.
+            check_every: number of sums between two comparisons, in any case.
+        """
+        writes = [number - writes[0] for number in writes]
+        is_unlike, self._writes = writes != self._writes, writes
+        if self.num_sums < 2 or (self.num_sums + 1) % check_every == 0:
+            return True
+        self._num_unlike += is_unlike
+        return is_unlike and self._num_unlike <= _NUM_UNLIKE
 
     def is_alive(self) -> bool:
         """Say whether the program still has all parameters."""

@@ -32,6 +32,8 @@ from torchstrategy.log import warn_once
 from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.hyper_parameters import check_rows, hyper_parameters
+from torchstrategy.replicas.hyper_parameters import digest as digest_of
 from torchstrategy.values import PerReplica
 
 __all__ = [
@@ -52,6 +54,7 @@ class GradientSum(NamedTuple):
         step: the number of the batch in its iteration, if it is known.
         is_fresh: whether all gradients are the replica's own, whatever they look like.
         uses_applied: whether a sum that a step has used may be used again as it is.
+        optimizer: the replica's, whose hyper-parameters must be the others'; ``None`` if only buffers are summed.
     """
 
     parameters: list[Tensor]
@@ -60,13 +63,15 @@ class GradientSum(NamedTuple):
     step: int | None = None
     is_fresh: bool = False
     uses_applied: bool = False
+    optimizer: Optimizer | None = None
 
 
 class _Record(NamedTuple):
     """What one process has, as bit masks over parameters and buffers, and which sums it has compressed before.
 
     ``doubts`` holds the position of each gradient that may be a sum, whether it is one if all replicas hold the same,
-    and its fingerprint on each local replica.
+    and its fingerprint on each local replica. ``rates`` is a digest of the optimizer's hyper-parameters, ``writes`` how
+    often its parameters were written to.
     """
 
     plan: str
@@ -78,20 +83,25 @@ class _Record(NamedTuple):
     weights: tuple[float, ...]
     step: int | None
     doubts: list[list[Any]]
+    rates: int = 0
+    writes: int = 0
     low_rank: int = 0
     early: EarlyReport | None = None
 
     def encode(self) -> list[Any]:
         masks = [f"{mask:x}" for mask in (self.dense, self.sparse, self.marked, self.buffers)]
-        return [self.plan, self.number, *masks, list(self.weights), self.step, self.doubts, self.low_rank, self.early]
+        rest = [list(self.weights), self.step, self.doubts, self.rates, self.writes, self.low_rank, self.early]
+        return [self.plan, self.number, *masks, *rest]
 
     @classmethod
     def decode(cls, row: Sequence[Any]) -> _Record:
         plan, number, *masks = row[:6]
-        weights, step, doubts, low_rank, early = row[6:]
+        weights, step, doubts, rates, writes, low_rank, early = row[6:]
         early = None if early is None else EarlyReport(*early)
         dense, sparse, marked, buffers = (int(mask, 16) for mask in masks)
-        return cls(plan, number, dense, sparse, marked, buffers, tuple(weights), step, doubts, low_rank, early)
+        return cls(
+            plan, number, dense, sparse, marked, buffers, tuple(weights), step, doubts, rates, writes, low_rank, early
+        )
 
 
 class GradientSummer:
@@ -152,7 +162,7 @@ class GradientSummer:
         plan = self._plans.of([column[0] for column in columns]) if columns else None
         slots = self._buffers.candidates(0 if plan is None else plan.number, [column[0] for column in columns])
         record = self._describe(plan, columns, slots, parts)
-        records = self._exchange(record, plan, columns)
+        records = self._exchange(record, plan, columns, parts[0].optimizer)
         if plan is not None:
             self._look_at_losses(plan, parts)
         dense = sparse = marked = changed = 0
@@ -256,8 +266,13 @@ class GradientSummer:
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self._early.report(plan, firsts) if self._early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
-        step = parts[0].step
-        return _Record(digest, number, dense, sparse, marked, changed, weights, step, doubts, low_rank, early)
+        step, optimizer = parts[0].step, parts[0].optimizer
+        rates = writes = 0
+        if optimizer is not None and self._workers is not None:
+            rates, writes = digest_of(optimizer), sum([parameter._version for parameter in firsts])
+        return _Record(
+            *(digest, number, dense, sparse, marked, changed, weights, step, doubts, rates, writes, low_rank, early)
+        )
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -265,7 +280,9 @@ class GradientSummer:
             return [State.LOCAL] * len(part.parameters)
         return self.ledger.states(part.parameters, part.run, uses_applied=part.uses_applied)
 
-    def _exchange(self, record: _Record, plan: Plan | None, columns: Sequence[Sequence[Tensor]]) -> list[_Record]:
+    def _exchange(
+        self, record: _Record, plan: Plan | None, columns: Sequence[Sequence[Tensor]], optimizer: Optimizer | None
+    ) -> list[_Record]:
         if self._workers is None:
             return [record]
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -292,9 +309,14 @@ class GradientSummer:
                 + "\nA rank has left out a batch, or read one more. Every rank must run its function on every element, "
                 "also where its share is empty."
             )
+        if optimizer is not None and len({row.rates for row in records}) > 1:
+            check_rows(
+                self._workers.exchange("the comparison of hyper-parameters", hyper_parameters(optimizer)), call_site()
+            )
         if self._dense.low_rank is not None and any(row.low_rank != record.low_rank for row in records):
             self._dense.low_rank.forget(firsts)
-        if plan is not None and (plan.num_sums < 2 or (plan.num_sums + 1) % self._check_every == 0):
+        is_due = plan is not None and plan.is_due([row.writes for row in records], self._check_every)
+        if is_due:
             compare_between_ranks(firsts, self._workers, lambda k: names_of(self._buffers.record, firsts)[k])
         return records
 

@@ -166,6 +166,10 @@ class ReplicaSet:
         of_modules = [slot for mirror in self._mirrors() if mirror.is_module for slot in _tensors_of(mirror).slots]
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
+    def optimizers(self) -> list[tuple[Optimizer, ...]]:
+        """Return the replicas' copies of each optimizer."""
+        return [mirror.bodies for mirror in self._mirrors() if isinstance(mirror.bodies[0], Optimizer)]
+
     def before_run(self) -> None:
         """Give the other replicas what was changed on replica 0 since the last run.
 
@@ -187,9 +191,8 @@ class ReplicaSet:
                     self._copy_slot(mirror, slot, before, now)
                 tensors.accept_changes()
                 tensors.push_belongings(self.values_for)
-        for mirror in mirrors:  # after the modules, whose parameters may be new
-            if isinstance(mirror.bodies[0], Optimizer):
-                self._copy_groups(mirror.bodies)
+        for optimizers in self.optimizers():  # after the modules, whose parameters may be new
+            self._copy_groups(optimizers)
 
     def after_run(self) -> None:
         """Note the state of replica 0's tensors."""

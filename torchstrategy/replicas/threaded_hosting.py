@@ -22,6 +22,7 @@ from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.divergence import DivergenceCheck, differences_between_copies
 from torchstrategy.replicas.edits import OutsideEdits
 from torchstrategy.replicas.hosting import Hosting, one_thread, take_initial_values, take_new
+from torchstrategy.replicas.hyper_parameters import check_copies
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner, Turns
@@ -182,6 +183,7 @@ class ThreadedHosting(Hosting):
 
     def _end_outermost(self, seconds: float) -> None:
         """Compare the replicas after a run that took so many seconds."""
+        check_copies(self._set.optimizers(), self._placement.name_of)
         if self._check.active:
             self._check.end()
         if self.visits is None:
