@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("tests", "torchstrategy")
 LIBRARY = "torchstrategy"
 #: What every program that starts processes imports (torch's at an optimizer's first step), or ``compile``.
-PRELOADED = [LIBRARY, "torch._dynamo", "torchmetrics"]
+PRELOADED = [LIBRARY, "torch._dynamo", "torchmetrics", "hydra"]
 #: pytest's plugins that have no say in one file's process.
 LEFT_OUT = ("-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:hydra_pytest")
 NOTHING_COLLECTED = 5

@@ -4,11 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from tests.clusters import LAUNCHER_VARIABLES, new_cluster
+from tests.warm import Program
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "cluster_program.py"
@@ -45,10 +45,11 @@ class Tasks:
             environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
             environment["TF_CONFIG"] = json.dumps({"cluster": self.cluster, "task": {"type": job, "index": index}})
             environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHSTRATEGY_HEARTBEAT_S": "3"}
-            with open(self.folder / f"{name}.out", "w") as out, open(self.folder / f"{name}.err", "a") as err:
-                self.processes[name] = subprocess.Popen(
-                    [sys.executable, PROGRAM, json.dumps(self.settings)], env=environment, stdout=out, stderr=err
-                )
+            output, errors = (self.folder / f"{name}.{ending}" for ending in ("out", "err"))
+            output.unlink(missing_ok=True)
+            self.processes[name] = Program(
+                [PROGRAM, json.dumps(self.settings)], self.folder, environment, output, errors
+            )
 
     def kill(self, name):
         """End a task at once."""
