@@ -12,9 +12,9 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,47 @@ import torch
 
 from torchstrategy.testing.cluster import _without_program
 from torchstrategy.testing.processes import process_context
+
+
+def run(
+    command: Sequence[object], folder: Path, timeout_s: float = 100.0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return its exit status and what it has printed.
+
+    Args:
+        command: as for ``start``.
+        folder: where it runs.
+        timeout_s: how long it may take.
+        environment: all its environment variables; ``None`` for this process's.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        output, errors = Path(place) / "output", Path(place) / "errors"
+        process = start(command, folder, os.environ if environment is None else environment, output, errors)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        texts = [path.read_text(encoding="utf-8") for path in (output, errors)]
+    return subprocess.CompletedProcess(command, status, *texts)
+
+
+def start(
+    command: Sequence[object], folder: Path, environment: Mapping[str, str], output: Path, errors: Path
+) -> Program | subprocess.Popen[bytes]:
+    """Start a command: warm if it is this Python with a script, as an ordinary process if it is another.
+
+    Args:
+        command: a program and its arguments.
+        folder: where it runs.
+        environment: all its environment variables.
+        output: the file that gets what it prints.
+        errors: the file that gets its error output, which may be the same.
+    """
+    program, *arguments = map(str, command)
+    if program == sys.executable and arguments[0].endswith(".py"):
+        return Program(arguments, folder, environment, output, errors)
+    with open(output, "a", encoding="utf-8") as out, open(errors, "a", encoding="utf-8") as err:
+        return subprocess.Popen([program, *arguments], cwd=folder, env=dict(environment), stdout=out, stderr=err)
 
 
 class Program:
@@ -39,10 +80,8 @@ class Program:
         self, arguments: Sequence[object], folder: Path, environment: Mapping[str, str], output: Path, errors: Path
     ):
         self._arguments = [str(argument) for argument in arguments]
-        files = [str(output), str(errors)]
-        self._process = process_context().Process(
-            target=_run, args=(self._arguments, str(folder), dict(environment), *files)
-        )
+        what = (self._arguments, str(folder), dict(environment), str(output), str(errors))
+        self._process = process_context().Process(target=_be_a_program, args=what)
         with _without_program():
             self._process.start()
 
@@ -71,7 +110,7 @@ class Program:
         self._process.kill()
 
 
-def _run(arguments: list[str], folder: str, environment: dict[str, str], output: str, errors: str) -> None:
+def _be_a_program(arguments: list[str], folder: str, environment: dict[str, str], output: str, errors: str) -> None:
     """Be a program, in a process that was forked for it, to the end."""
     for standard, path in ((1, output), (2, errors)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -81,7 +120,8 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], output:
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
     torch.seed()  # the forked generators are all the same
     np.random.seed()
     sys.argv = arguments

@@ -3,12 +3,11 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.warm import Program
+from tests import warm
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MULTI_WORKER = "strategy=multi_worker_mirrored"
@@ -23,7 +22,10 @@ def run_all(commands, folder):
     """
     with tempfile.TemporaryDirectory() as place:
         paths = [Path(place) / str(i) for i in range(len(commands))]
-        processes = [start(*command, folder, path) for command, path in zip(commands, paths, strict=True)]
+        processes = [
+            warm.start(command, folder, {**os.environ, "OMP_NUM_THREADS": "1", **environ}, path, path)
+            for (command, environ), path in zip(commands, paths, strict=True)
+        ]
         try:
             statuses = [process.wait(110) for process in processes]
         finally:
@@ -33,15 +35,6 @@ def run_all(commands, folder):
     if any(statuses):
         raise RuntimeError(f"The processes ended with the exit statuses {statuses}:\n" + "\n".join(outputs))
     return outputs[0]
-
-
-def start(command, environ, folder, output):
-    """Start a command, whose output and error output go to a file; scripts that need no new interpreter get none."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    if command[0] == sys.executable and command[1].endswith(".py"):
-        return Program(command[1:], folder, environ, output, output)
-    with open(output, "w", encoding="utf-8") as file:
-        return subprocess.Popen(command, cwd=folder, env=environ, stdout=file, stderr=subprocess.STDOUT)
 
 
 def alone(recipe, *options):

@@ -1,13 +1,13 @@
 """The recipe's command lines, each in a process of its own with a small model and few steps."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import custom_loop
 import pytest
 
+from tests import warm
 from tests.recipes import layouts
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "custom_loop.py"
@@ -28,8 +28,7 @@ def folder(parent, name):
 
 
 def start(folder, *arguments):
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return warm.run([sys.executable, *arguments], folder)
 
 
 def finished(process):

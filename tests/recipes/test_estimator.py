@@ -65,22 +65,29 @@ def test_two_workers_and_an_evaluator(way, tmp_path):
     assert re.search(r"^\[evaluator 0\] .*Saving dict for global step 40", output, re.MULTILINE)
 
 
+def run_two_workers(folder, *options):
+    """Return what it printed, and the weights."""
+    command = [*SMALL, "cluster.workers=2", "keep_position=true", *options]
+    output = layouts.run_all(layouts.alone(RECIPE, *command), folder)
+    checked(output, folder, steps=40)
+    return output, read_weights(folder / "run" / "model")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    output, weights = run_two_workers(tmp_path_factory.mktemp("unbroken"))
+    assert "killed" not in output
+    assert len(weights) == 4
+    return weights
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", ["worker_0", "worker_1"])
-def test_a_killed_worker_loses_nothing(task, tmp_path):
+def test_a_killed_worker_loses_nothing(task, unbroken, tmp_path):
     """With the position in the data in the checkpoints the weights are those of an unbroken run, bit for bit."""
-    weights = []
-    for name, options in {"unbroken": [], "broken": ["kill.step=30", "cluster.max_restarts=3"]}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        command = [*SMALL, "cluster.workers=2", "keep_position=true", f"kill.task={task}", *options]
-        output = layouts.run_all(layouts.alone(RECIPE, *command), folder)
-        checked(output, folder, steps=40)
-        assert (f"{task.replace('_', ' ')} was killed by SIGKILL; starting it again" in output) == (name == "broken")
-        weights.append(read_weights(folder / "run" / "model"))
-    unbroken, broken = weights
-    assert len(unbroken) == 4
+    output, broken = run_two_workers(tmp_path, f"kill.task={task}", "kill.step=30", "cluster.max_restarts=3")
+    assert f"{task.replace('_', ' ')} was killed by SIGKILL; starting it again" in output
     assert all(torch.equal(broken[name], value) for name, value in unbroken.items())
 
 

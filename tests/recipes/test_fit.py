@@ -80,15 +80,20 @@ def test_a_killed_run_goes_on(tmp_path):
     check_same(broken / "run", unbroken / "run")
 
 
+@pytest.fixture(scope="module")
+def unbroken_job(tmp_path_factory):
+    path = tmp_path_factory.mktemp("unbroken")
+    layouts.run_all(layouts.launcher(RECIPE, *KILLED, nproc=2), path)
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 10, 18])
-def test_a_restarted_job_goes_on(step, tmp_path):
+def test_a_restarted_job_goes_on(step, unbroken_job, tmp_path):
     """Before the first save, right after one, and in the second epoch."""
-    unbroken, broken = folder(tmp_path, "unbroken"), folder(tmp_path, "broken")
-    layouts.run_all(layouts.launcher(RECIPE, *KILLED, nproc=2), unbroken)
     options = ["launcher.max_restarts=1", f"kill.step={step}", "kill.rank=1"]
-    layouts.run_all(layouts.launcher(RECIPE, *KILLED, *options, nproc=2), broken)
-    check_same(broken / "run", unbroken / "run")
+    layouts.run_all(layouts.launcher(RECIPE, *KILLED, *options, nproc=2), tmp_path)
+    check_same(tmp_path / "run", unbroken_job / "run")
 
 
 @pytest.mark.slow

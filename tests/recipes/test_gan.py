@@ -2,7 +2,6 @@
 
 import copy
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy as ts
+from tests import warm
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gan.py"
 SMALL = ["width=8", "noise_size=4", "epochs=2", "max_steps=4", "save_every=2", "num_samples=13"]
@@ -147,8 +147,7 @@ def test_noise_begins_anew():
 
 def start(folder, *arguments):
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return warm.run([sys.executable, *arguments], folder)
 
 
 def check_files(run_path):

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import torchstrategy as ts
+from tests import warm
 from tests.recipes import layouts
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "parameter_server.py"
@@ -33,8 +34,7 @@ RESTORED = re.compile(r"^Test \w+ after restoring the saved model without strate
 
 
 def start(folder, *options):
-    command = [sys.executable, str(RECIPE), *options]
-    return subprocess.run(command, cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=110, check=False)
+    return warm.run([sys.executable, RECIPE, *options], folder, environment=ENVIRON)
 
 
 def finished(process):

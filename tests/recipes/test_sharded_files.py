@@ -1,7 +1,6 @@
 """The recipe's shards in every format, and a run that ends within an epoch and goes on with other replicas."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 import torchstrategy as ts
+from tests import warm
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sharded_files.py"
 SMALL = ["global_batch_size=500", "shuffle_buffer=100", "save_every=3", "epochs=1"]
@@ -25,8 +25,7 @@ EXACTLY_ONCE = {"seen": "6000", "never": "0", "total": "6000", "repeated": "0"}
 
 
 def start(folder, *arguments):
-    command = [sys.executable, *arguments]
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    process = warm.run([sys.executable, *arguments], folder)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

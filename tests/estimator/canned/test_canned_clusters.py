@@ -1,13 +1,13 @@
 """Canned estimators in clusters of processes, with strings among the features and labels."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.estimator import cluster_tasks
 
 PROGRAM = Path(__file__).parent / "canned_program.py"
@@ -20,10 +20,9 @@ def runs_canned_program(monkeypatch):
 
 def in_one_process(folder, **settings):
     settings |= {"model_dir": str(folder)}
-    output = subprocess.run(
-        [sys.executable, PROGRAM, json.dumps(settings)], check=True, capture_output=True, timeout=60, text=True
-    )
-    return json.loads(output.stdout)
+    done = warm.run([sys.executable, PROGRAM, json.dumps(settings)], folder.parent)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
