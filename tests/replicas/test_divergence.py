@@ -110,6 +110,19 @@ def test_hyper_parameters_that_differ_are_found(strategy, key, first):
     assert optimizer.param_groups[0][key] == 0.25
 
 
+def test_hyper_parameters_in_tensors_are_compared(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+
+    def fn(step):
+        optimizer.param_groups[0]["lr"].fill_(0.25 + step * replica_id())
+
+    strategy.run(fn, args=(0.0,))
+    with pytest.raises(ts.errors.DivergenceError, match=r"'lr' is 0\.25 on replica 0 on cpu:0 and 0\.5 on replica 1"):
+        strategy.run(fn, args=(0.25,))
+
+
 def test_a_scheduler_that_follows_the_replicas_own_loss_is_found(strategy):
     _, optimizer = make(strategy)
     with strategy.scope():

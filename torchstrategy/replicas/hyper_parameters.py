@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
 from torchstrategy.errors import DivergenceError
@@ -28,7 +29,7 @@ _REMEDY = (
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[Any]:
-    """Return an optimizer's class and, for each of its groups, the numbers in it; tensors are not read."""
+    """Return an optimizer's class and the numbers in each of its groups; tensors on accelerators are not read."""
     return [
         type(optimizer).__name__,
         *(
@@ -100,7 +101,10 @@ def _difference(first: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
     for k, (group, own) in enumerate(zip(first, other, strict=False)):
         for key, value in group.items():
             found = own.get(key, value)
-            if found is not value and _is_plain(key, value) and _is_plain(key, found) and not _are_alike(value, found):
+            if found is value or not _is_plain(key, value) or not _is_plain(key, found):
+                continue
+            value, found = _built_in(value), _built_in(found)
+            if not _are_alike(value, found):
                 return _Difference(k, key, value, found)
     return None
 
@@ -109,12 +113,18 @@ def _is_plain(key: str, value: Any) -> bool:
     if key in _MEANS:
         return False
     if isinstance(value, (tuple, list)):
-        return all(isinstance(item, (int, float)) for item in value)
+        return all(map(_is_number, value))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu" and value.numel() == 1
     return isinstance(value, (int, float))
 
 
 def _built_in(value: Any) -> Any:
-    """Return plain numbers for those of numpy and enumerations, which other ranks may not use."""
+    """Return plain numbers for tensors, and for those of numpy and enumerations, which other ranks may not use."""
     if isinstance(value, (tuple, list)):
         return [_built_in(item) for item in value]
     if type(value) in _BUILT_IN:
