@@ -6,6 +6,8 @@ PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
 # torch-xla needs an older torch.
 XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
+# Files of tests at a time. On two cores a third one uses the fifth of the time that tests wait for deadlines.
+JOBS ?= 3
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -13,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
-	@echo "make test       run the tests (not the slow ones), two files at a time, each in a process of its own"
+	@echo "make test       run the tests (not the slow ones), three files at a time, each in a process of its own"
 	@echo "make test-slow  run the slow tests"
 	@echo "make test-gpu   run the tests that need a GPU, where there is one"
 	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
@@ -28,10 +30,10 @@ demo: $(VENV)/.recipes
 	$(RUN) recipes/custom_loop.py strategy=mirrored 'strategy.devices=[cpu:0,cpu:1]'
 
 test: $(VENV)/.dev
-	$(RUN) -m tests.isolated -j 2 -m "not slow"
+	$(RUN) -m tests.isolated -j $(JOBS) -m "not slow"
 
 test-slow: $(VENV)/.dev
-	$(RUN) -m tests.isolated -j 2 -m slow
+	$(RUN) -m tests.isolated -j $(JOBS) -m slow
 
 test-gpu: $(VENV)/.dev
 	@count=$$($(RUN) -c 'import torch; print(torch.cuda.device_count())') && \

@@ -1,9 +1,9 @@
 """Runs each test file in a process that has not imported the library before: ``python -m tests.isolated [-j 2] ...``.
 
 What one test imports can't help another file's: a number that depends on what the program has imported shows. The
-processes are forked from one that has imported torch and pytest, and matplotlib, which the library never looks for, two
-at a time, so each is there in milliseconds; collecting stays as cheap as with one process. Pools of processes come from
-one server, which all files share.
+processes are forked from one that has imported torch and pytest, and matplotlib, which the library never looks for,
+several at a time, so each is there in milliseconds; collecting stays as cheap as with one process. Pools of processes,
+and programs that tests start warm, come from one server, which all files share.
 
 All further arguments are pytest's, such as paths, ``-m slow`` or ``-k name``. A plain ``pytest`` runs the same tests.
 """
