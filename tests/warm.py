@@ -85,14 +85,6 @@ class Program:
         with _without_program():
             self._process.start()
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def poll(self) -> int | None:
         return self._process.exitcode
 
