@@ -318,7 +318,7 @@ class ReplicaContext:
             None if shares is None else shares.step,
             is_fresh,
             uses_applied,
-            optimizer,
+            None if self._strategy.hosting.visits is not None else optimizer,  # one copy steps for all
         )
 
     def _before_backward(self, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:

@@ -317,3 +317,42 @@ def test_two_networks_that_pollute_each_others_gradients():
         return [p.detach() for net in (generator, discriminator) for p in net.parameters()]
 
     torch.testing.assert_close(train(["cpu:0", "cpu:1", "cpu:2"]), train(["cpu:0"]))
+
+
+class Counting(torch.optim.SGD):
+    """Writes to its groups in each step, as optimizers do that find their rate by themselves."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def central(devices):
+    return ts.experimental.CentralStorageStrategy(devices)
+
+
+def train_counting(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters(), lr=0.1)
+
+    def fn():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(fn)
+    return optimizer.param_groups[0].get("k", 0)
+
+
+def train_counting_in_central_storage():
+    return train_counting(central(["cpu:0"]))
+
+
+def test_an_optimizer_may_write_to_its_groups(strategy, process_pool):
+    assert train_counting(strategy) == 3
+    # Central storage steps one copy for all replicas.
+    assert train_counting(central(["cpu:0", "cpu:1"])) == 3
+    assert process_pool(2).run(train_counting_in_central_storage)[0] == 3

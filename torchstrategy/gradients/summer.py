@@ -54,7 +54,8 @@ class GradientSum(NamedTuple):
         step: the number of the batch in its iteration, if it is known.
         is_fresh: whether all gradients are the replica's own, whatever they look like.
         uses_applied: whether a sum that a step has used may be used again as it is.
-        optimizer: the replica's, whose hyper-parameters must be the others'; ``None`` if only buffers are summed.
+        optimizer: the replica's, whose hyper-parameters must be the others'; ``None`` if only buffers are summed,
+            or one copy steps for all replicas.
     """
 
     parameters: list[Tensor]

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -120,7 +121,7 @@ def _is_plain(key: str, value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.device.type == "cpu" and value.numel() == 1
-    return isinstance(value, (int, float))
+    return isinstance(value, (int, float, np.integer, np.floating, np.bool_))
 
 
 def _built_in(value: Any) -> Any:
@@ -129,7 +130,7 @@ def _built_in(value: Any) -> Any:
         return [_built_in(item) for item in value]
     if type(value) in _BUILT_IN:
         return value
-    return int(value) if isinstance(value, int) else float(value)
+    return int(value) if isinstance(value, (int, np.integer, np.bool_)) else float(value)
 
 
 def _are_alike(one: Any, other: Any) -> bool:
