@@ -248,6 +248,21 @@ def changes_a_rate(key: str, *values: object) -> None:
     _train(change, 4)
 
 
+def groups_differently() -> None:
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        first, *rest = parameters = list(model.parameters())
+        groups = [parameters] if strategy.is_chief else [[first], rest]
+        optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+    def fn() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    strategy.run(fn)
+
+
 def steps_different_optimizers() -> None:
     strategy = ts.MirroredStrategy()
     with strategy.scope():

@@ -30,11 +30,14 @@ _REMEDY = (
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[Any]:
-    """Return an optimizer's class and the numbers in each of its groups; tensors on accelerators are not read."""
+    """Return an optimizer's class, and each group's size and numbers; tensors on accelerators are not read."""
     return [
         type(optimizer).__name__,
         *(
-            {key: _built_in(group[key]) for key in sorted(group) if _is_plain(key, group[key])}
+            {
+                "number of parameters": len(group["params"]),
+                **{key: _built_in(group[key]) for key in sorted(group) if _is_plain(key, group[key])},
+            }
             for group in optimizer.param_groups
         ),
     ]
