@@ -299,10 +299,8 @@ def test_ctrl_c_ends_the_wait(wait):
     calls = {"join": queue.join, "fetch": result.fetch, "put": lambda: queue.put(closure(1)[0])}
     timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
     timer.start()
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         calls[wait]()
-    assert time.monotonic() - start < 5
     timer.join()
     assert queue.take() is made  # and the queue is as it was
     queue.finish(made, lambda: 1)
