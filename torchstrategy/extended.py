@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchstrategy import tree
+from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.context import Frame, current_replica_context, pop_frame, push_frame
-from torchstrategy.devices import canonical_device, full_device_name, tensor_device
+from torchstrategy.devices import Placement, canonical_device, full_device_name, tensor_device
+from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.values import DistributedValues, Mirrored, regroup, select_replica
 
-if TYPE_CHECKING:
-    from torchstrategy.strategy import Strategy
-
 __all__ = ["StrategyExtended"]
+
+
+class _Viewed(Protocol):
+    """What the view needs of a strategy."""
+
+    placement: Placement
+    hosting: Hosting
+    gradients: ReplicaGradients
+    cross_device_ops: CrossDeviceOps
+    _task: tuple[str, int]
+    _is_multi_worker: bool
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes for the job."""
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Combine a value over all replicas."""
+
+    def _require_cross_replica(self) -> None:
+        """Raise inside ``run`` and inside another strategy's scope."""
+
+    def _take_up_new(self) -> None:
+        """Take up what scopes have recorded."""
 
 
 class StrategyExtended:
@@ -40,7 +64,7 @@ class StrategyExtended:
         }
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: _Viewed) -> None:
         self._strategy = strategy
 
     @property
@@ -183,7 +207,7 @@ class StrategyExtended:
             return (v,) if owner(v) is strategy else ()
         if current_replica_context() is None:
             strategy._take_up_new()
-        if id(v) not in strategy._owned_parameters(0):
+        if id(v) not in strategy.gradients.parameters(0):
             return ()
         return tuple(strategy.hosting.counterpart(i, v) for i in range(len(strategy.placement.devices)))
 

@@ -58,7 +58,7 @@ class HostUpdater:
         """Step as one replica; every replica calls this."""
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
-            payload = _Step(context._gradient_sum(optimizer), optimizer, args, kwargs)
+            payload = _Step(context.strategy.gradients.part_of(context, optimizer), optimizer, args, kwargs)
             return context._meet(MergeRequest(_OPERATION, self._step, payload))
         if context.num_replicas_in_sync > 1:
             context._sum(optimizer, uses_applied=True)  # those from before, as under any strategy
@@ -170,7 +170,7 @@ class _HostedOptimizer:
         if is_updating() or updater is None or owner(optimizer) is not context.strategy:
             return _plain_step(optimizer)(*args, **kwargs)
         if context.num_replicas_in_sync > 1:
-            context._check_optimizer(optimizer)
+            context.strategy.gradients.check(optimizer, context.local_id)
         return updater.step(context, optimizer, args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks are called by the step that this one makes

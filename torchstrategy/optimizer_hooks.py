@@ -6,24 +6,21 @@ torch's global step hooks see every optimizer's ``step``. With one replica they 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy.context import current_replica_context
 from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.options import ReduceOp
-from torchstrategy.replicas.hooks import own_hook
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner, watch
 from torchstrategy.replicas.updating import is_updating
 
-__all__ = ["guard_parameter", "install", "prepare"]
+__all__ = ["install", "prepare"]
 
 
 @functools.cache
@@ -38,42 +35,6 @@ def prepare(obj: Any) -> None:
     """Make a ``GradScaler`` sum gradients before it looks for infinities."""
     if isinstance(obj, torch.amp.GradScaler) and not isinstance(obj, _SummingScaler):
         obj.__class__ = _summing_class(type(obj))  # type: ignore[arg-type]
-
-
-def guard_parameter(
-    parameter: Tensor, local_id: int, running: Callable[[], int | None], note: Callable[..., None]
-) -> None:
-    """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
-
-    Args:
-        parameter: a replica's own parameter.
-        local_id: the replica's position in the process.
-        running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
-            have no context.
-        note: called with the parameter and ``is_inside``, whether that is in ``run``, after each backward pass that has
-            added to its gradient.
-    """
-    own = weakref.ref(parameter)
-
-    @own_hook
-    def check(tensor: Tensor) -> None:
-        if tensor is not own():  # what a hook of the program's has returned, which torch is about to refuse
-            return
-        context = current_replica_context()
-        current = running() if context is None else context.local_id
-        if current is not None and current != local_id:
-            raise RuntimeError(
-                f"The backward pass of local replica {current} reached a parameter (shape {tuple(tensor.shape)}) of "
-                f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
-                "to replica 0: read it from the model inside the replica function."
-            )
-        note(tensor, is_inside=current is not None)
-
-    if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
-        required = parameter.requires_grad
-        parameter.requires_grad_()  # a frozen one may be trained later
-        parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(required)
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,7 +58,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 "`with strategy.scope():`."
             )
         return None
-    context._check_optimizer(plain)
+    context.strategy.gradients.check(plain, context.local_id)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     context._sum(plain, uses_applied=callable(closure))  # what stands there before the closure makes new ones
     context.step_depth += 1
@@ -110,13 +71,13 @@ def _after_step(optimizer: Any, *_: Any) -> None:
         return
     context.step_depth -= 1
     if context.step_depth == 0:  # wrappers such as SAM step inside their own step
-        context.strategy.ledger.note_step(optimizer_parameters(resolve(optimizer)))
+        context.strategy.gradients.ledger.note_step(optimizer_parameters(resolve(optimizer)))
 
 
 def _check_summed(optimizer: Optimizer) -> None:
     """Refuse a step inside another optimizer's update on the host, where replicas can't meet, if it needs a sum."""
     strategy = owner(optimizer)
-    if strategy is not None and any(map(strategy.ledger.is_local, optimizer_parameters(optimizer))):
+    if strategy is not None and any(map(strategy.gradients.ledger.is_local, optimizer_parameters(optimizer))):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called inside another optimizer's step on the host, for "
             "parameters that the other one does not have, so their gradients are not summed. Call "
@@ -151,7 +112,7 @@ class _SummingScaler:
         result = super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
         context = current_replica_context()
         if context is not None:  # it may have left the step out
-            context.strategy.ledger.forget_unused(optimizer_parameters(resolve(optimizer)))
+            context.strategy.gradients.ledger.forget_unused(optimizer_parameters(resolve(optimizer)))
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +12,44 @@ from torch.optim import Optimizer
 from torchstrategy import tree
 from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
 from torchstrategy.collectives.call_site import call_site
-from torchstrategy.collectives.reductions import check_gather_axis, gather, gather_sizes
+from torchstrategy.collectives.reductions import check_gather_axis
 from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
-from torchstrategy.devices import tensor_device
-from torchstrategy.gradients.mean_losses import FoundMean
-from torchstrategy.gradients.summer import GradientSum, optimizer_parameters
-from torchstrategy.options import ReduceOp, VariableSynchronization
+from torchstrategy.devices import Placement, tensor_device
+from torchstrategy.gradients.replica_gradients import ReplicaGradients
+from torchstrategy.gradients.summer import optimizer_parameters
+from torchstrategy.options import ReduceOp
+from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.values import BatchShares, get_shares, regroup, select_replica
 
-if TYPE_CHECKING:
-    from torchstrategy.strategy import Strategy
+__all__ = ["ReplicaContext", "RunningStrategy"]
 
-__all__ = ["ReplicaContext"]
+
+class RunningStrategy(Protocol):
+    """What a replica context needs of the strategy that runs it."""
+
+    placement: Placement
+    hosting: Hosting
+    gradients: ReplicaGradients
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas in all processes."""
+
+    def _all_reduce_columns(
+        self, op: ReduceOp, columns: Sequence[Sequence[Tensor]], operation: str
+    ) -> list[list[Tensor]]:
+        """Combine several values, given as one tensor for each local replica."""
+
+    def _gather_columns(
+        self, columns: Sequence[Sequence[Tensor]], axis: int, operation: str
+    ) -> tuple[list[Tensor], list[list[int]]]:
+        """Concatenate several values of all replicas; return them and each one's sizes along the axis."""
+
+    def _is_running(self, context: ReplicaContext) -> bool:
+        """Say whether the replica function of a context is in progress."""
 
 
 class ReplicaContext:
@@ -47,7 +70,7 @@ class ReplicaContext:
         (tensor(3.), tensor(3.))
     """
 
-    def __init__(self, strategy: Strategy, replica_id: int, local_id: int, inputs: Any = ()) -> None:
+    def __init__(self, strategy: RunningStrategy, replica_id: int, local_id: int, inputs: Any = ()) -> None:
         self._strategy = strategy
         self._replica_id = replica_id
         self.local_id = local_id
@@ -59,8 +82,8 @@ class ReplicaContext:
         self.has_scaled_losses = False
 
     @property
-    def strategy(self) -> Strategy:
-        """The strategy that runs this replica."""
+    def strategy(self) -> Any:
+        """The ``ts.Strategy`` that runs this replica."""
         return self._strategy
 
     @property
@@ -227,7 +250,7 @@ class ReplicaContext:
         plain = resolve(optimizer)
         if self.num_replicas_in_sync == 1:
             return
-        self._check_optimizer(plain)
+        self._strategy.gradients.check(plain, self.local_id)
         self._sum(plain, is_fresh=fresh)
 
     def mark_summed(self, optimizer: Optimizer) -> None:
@@ -250,7 +273,7 @@ class ReplicaContext:
         """
         self._check_active("mark_summed")
         if self.num_replicas_in_sync > 1:
-            self._strategy.ledger.note_sum(optimizer_parameters(resolve(optimizer)), self)
+            self._strategy.gradients.ledger.note_sum(optimizer_parameters(resolve(optimizer)), self)
 
     def actual_batch_size(self, x: Any = None) -> Tensor:
         """Return how many examples the global batch has over all replicas; never communicates.
@@ -298,84 +321,10 @@ class ReplicaContext:
         )
 
     def _sum(self, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False) -> None:
-        """Sum a plain optimizer's gradients over replicas, if they are not; ``_gradient_sum`` has the arguments."""
-        payload = self._gradient_sum(optimizer, is_fresh=is_fresh, uses_applied=uses_applied)
-        self._meet(MergeRequest("the sum of gradients", self._strategy.gradient_summer, payload))
-
-    def _gradient_sum(self, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False) -> GradientSum:
-        """Return what this replica brings to the sum of a plain optimizer's gradients.
-
-        Args:
-            optimizer: the optimizer.
-            is_fresh: whether all gradients are this replica's own, whatever they look like.
-            uses_applied: whether a sum that a step has used may be used again as it is.
-        """
-        shares = self.batch_shares
-        return GradientSum(
-            optimizer_parameters(optimizer),
-            self._num_own_examples != 0,
-            self,
-            None if shares is None else shares.step,
-            is_fresh,
-            uses_applied,
-            None if self._strategy.hosting.visits is not None else optimizer,  # one copy steps for all
-        )
-
-    def _before_backward(self, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:
-        """Take notice of a call of ``torch.autograd.backward`` that this replica is about to make."""
-        strategy = self._strategy
-        strategy.ledger.begin_backward(self.local_id, create_graph=create_graph)
-        strategy.gradient_summer.mean_losses.before_backward(outputs, grad_outputs, self)
-
-    def _before_computing(self, outputs: Any, grad_outputs: Any, inputs: Iterable[Any]) -> FoundMean | None:
-        """Look at a call of ``torch.autograd.grad`` that this replica is about to make."""
-        owned = self._strategy._owned_parameters(self.local_id)
-        if not any(id(value) in owned for value in inputs):
-            return None
-        return self._strategy.gradient_summer.mean_losses.find(outputs, grad_outputs, self)
-
-    def _after_computing(self, mean: FoundMean | None, gradients: Iterable[Tensor | None]) -> None:
-        """Take notice of a call of ``torch.autograd.grad`` that this replica has made.
-
-        Args:
-            mean: the mean that they are the gradients of, if it is one.
-            gradients: what the call returns.
-        """
-        strategy = self._strategy
-        strategy.ledger.note_computed(self.local_id)
-        if mean is not None:
-            strategy.gradient_summer.mean_losses.note_computed(mean, gradients)
-
-    def _after_clearing(self) -> None:
-        """Take notice of gradients that this replica has cleared."""
-        self._strategy.ledger.sweep(self.local_id)
-
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose gradients this replica can't sum.
-
-        Args:
-            optimizer: a plain optimizer, not a facade.
-
-        Raises:
-            RuntimeError: its parameters were not made in the strategy's scope.
-        """
-        parameters = optimizer_parameters(optimizer)
-        if not all(id(parameter) in self._strategy._owned_parameters(self.local_id) for parameter in parameters):
-            self._strategy._refresh_owned()
-        owned = self._strategy._owned_parameters(self.local_id)
-        for parameter in parameters:
-            if isinstance(parameter, Variable) and parameter.synchronization is VariableSynchronization.ON_READ:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} can't train variable {parameter.name!r}: it is ON_READ, so its copies "
-                    "may differ between replicas. Make it with synchronization=ON_WRITE."
-                )
-            if id(parameter) not in owned:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} updates a parameter (shape {tuple(parameter.shape)}) that does not "
-                    f"belong to this replica of {type(self._strategy).__name__}: the model was not made in "
-                    "`strategy.scope()`, or its parameters were replaced afterwards. Make the model and the optimizer "
-                    "inside `with strategy.scope():`; a bare nn.Parameter must be part of a module."
-                )
+        """Sum a plain optimizer's gradients over replicas, if they are not; ``part_of`` has the arguments."""
+        gradients = self._strategy.gradients
+        part = gradients.part_of(self, optimizer, is_fresh=is_fresh, uses_applied=uses_applied)
+        self._meet(MergeRequest("the sum of gradients", gradients.summer, part))
 
     def _work_on(self, inputs: Any) -> None:
         """Let a batch take the place of what the replica function was called with, which holds several."""
@@ -414,12 +363,7 @@ class ReplicaContext:
         def merge(payloads: list[Sequence[Tensor]]) -> list[Any]:
             _check_counts(payloads, operation)
             with torch.no_grad():
-                columns = list(zip(*payloads, strict=True))
-                gathered = [gather(column, axis, strategy.workers, operation) for column in columns]
-                sizes = [
-                    gather_sizes([tensor.shape[axis] for tensor in column], strategy.workers, operation)
-                    for column in columns
-                ]
+                gathered, sizes = strategy._gather_columns(list(zip(*payloads, strict=True)), axis, operation)
             devices = strategy.placement.devices
             return [
                 ([value.to(tensor_device(device), copy=len(devices) > 1) for value in gathered], sizes)

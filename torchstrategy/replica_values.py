@@ -6,26 +6,39 @@ The functions here are the leaves of ``Strategy.run``, ``reduce`` and ``gather``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchstrategy import tree
+from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
+from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
+from torchstrategy.devices import Placement
 from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.values import DistributedValues, PerReplica, regroup
 
-if TYPE_CHECKING:
-    from torchstrategy.strategy import Strategy
-
-__all__ = ["gather_leaf", "inputs_of", "reduce_leaf", "regroup_results"]
+__all__ = ["ReplicatedStrategy", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results"]
 
 
-def inputs_of(strategy: Strategy, local_id: int, structure: Any) -> Any:
+class ReplicatedStrategy(Protocol):
+    """What is asked here of the strategy whose replicas have the values."""
+
+    placement: Placement
+    hosting: Hosting
+    workers: WorkerGroup | None
+    cross_device_ops: CrossDeviceOps
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas in all processes."""
+
+
+def inputs_of(strategy: ReplicatedStrategy, local_id: int, structure: Any) -> Any:
     """Return what a replica, by its position in the process, sees of a structure of arguments.
 
     Raises:
@@ -44,7 +57,7 @@ def regroup_results(hosting: Hosting, results: Sequence[Any]) -> Any:
     return tree.map_leaves(lambda leaf: _original(hosting, leaf), regroup(results))
 
 
-def reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: Any) -> Any:
+def reduce_leaf(strategy: ReplicatedStrategy, op: ReduceOp, leaf: Any, axis: Any) -> Any:
     """Combine one value over all replicas; ``Strategy.reduce`` has the rules."""
     if leaf is None:
         raise ValueError("Can't reduce None: the replica function returned nothing.")
@@ -88,7 +101,7 @@ def _tensor_of(leaf: Any) -> Tensor:
         raise ValueError(f"Only tensors and numbers can be reduced. Received: {leaf!r}") from None
 
 
-def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
+def gather_leaf(strategy: ReplicatedStrategy, leaf: Any, axis: int) -> Any:
     """Concatenate one value of all replicas; ``Strategy.gather`` has the rules."""
     if isinstance(leaf, DistributedValues):
         _check_length(strategy, leaf, allows_fewer=True)  # as tf: all that is there counts
@@ -104,7 +117,7 @@ def gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
         return gather([value.detach() for value in values], axis, strategy.workers, f"Strategy.gather(axis={axis})")
 
 
-def _input_leaf(strategy: Strategy, local_id: int, leaf: Any) -> Any:
+def _input_leaf(strategy: ReplicatedStrategy, local_id: int, leaf: Any) -> Any:
     if isinstance(leaf, DistributedValues):
         _check_length(strategy, leaf, allows_fewer=False)
         return leaf.values[local_id]
@@ -113,7 +126,7 @@ def _input_leaf(strategy: Strategy, local_id: int, leaf: Any) -> Any:
     return leaf
 
 
-def _check_length(strategy: Strategy, leaf: DistributedValues, *, allows_fewer: bool) -> None:
+def _check_length(strategy: ReplicatedStrategy, leaf: DistributedValues, *, allows_fewer: bool) -> None:
     """Check that there is one value for each replica of this process: some of another strategy's would be dropped.
 
     Raises:

@@ -53,8 +53,9 @@ class _PushingOptimizer:
             with torch.enable_grad():
                 loss = closure()
             loss = context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
-        context._check_optimizer(optimizer)
-        context._meet(MergeRequest(_OPERATION, strategy._step, SharedStep(context._gradient_sum(optimizer), optimizer)))
+        strategy.gradients.check(optimizer, context.local_id)
+        part = SharedStep(strategy.gradients.part_of(context, optimizer), optimizer)
+        context._meet(MergeRequest(_OPERATION, strategy._step, part))
         for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
         return loss

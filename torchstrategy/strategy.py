@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from torchstrategy import tree
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.collectives.reductions import all_reduce
+from torchstrategy.collectives.reductions import all_reduce, gather, gather_sizes
 from torchstrategy.context import Frame, current_frame, current_replica_context
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
@@ -23,12 +21,13 @@ from torchstrategy.devices import Placement
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.gradients.watching import watched
 from torchstrategy.log import info_once, set_rank, show_info
 from torchstrategy.lone_values import serve_lone_values
-from torchstrategy.optimizer_hooks import guard_parameter, install, prepare
+from torchstrategy.optimizer_hooks import install, prepare
 from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
@@ -99,11 +98,8 @@ class Strategy:
         self.cross_device_ops = cross_device_ops or _default_ops(placement)
         self.hosting: Hosting = self._make_hosting(concurrent=concurrent, check_every=check_every)
         self._buffers = BufferSync(self.record, self.hosting.slots)
-        self.ledger = GradientLedger(len(placement.devices))
-        self.gradient_summer = self._make_summer(communication_options or CommunicationOptions(), check_every)
-        self._owned: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in placement.devices]
-        self._owned_lock = threading.Lock()  # replicas that run at once may find new parameters
         self._running: tuple[ReplicaContext, ...] = ()
+        self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every)
         if placement.num_replicas > 1:
             install()
             serve_layers_of_torch()
@@ -443,7 +439,7 @@ class Strategy:
         self._require_cross_replica()
         self._take_up_new()
         if self.num_replicas_in_sync > 1:
-            self.gradient_summer.sync_buffers()
+            self.gradients.summer.sync_buffers()
 
     def check_sync(self) -> None:
         """Compare all that replicas hold alike, on every process. Cross-replica context only; every process calls it.
@@ -483,10 +479,16 @@ class Strategy:
             self, self.placement, self.workers, self.record, prepare, concurrent=concurrent, check_every=check_every
         )
 
-    def _make_summer(self, options: CommunicationOptions, check_every: int) -> GradientSummer:
-        """Make what sums gradients and averages buffers."""
-        return GradientSummer(
-            self.placement, self.cross_device_ops, self.workers, options, self._buffers, self.ledger, check_every
+    def _make_gradients(self, options: CommunicationOptions, check_every: int) -> ReplicaGradients:
+        """Make what knows the replicas' parameters and sums their gradients."""
+        num_local = len(self.placement.devices)
+        ledger = GradientLedger(num_local)
+        summer = GradientSummer(
+            self.placement, self.cross_device_ops, self.workers, options, self._buffers, ledger, check_every
+        )
+        running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
+        return ReplicaGradients(
+            type(self).__name__, self.hosting, num_local, self.num_replicas_in_sync, ledger, summer, running
         )
 
     def _run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -512,7 +514,7 @@ class Strategy:
             raise
         finally:
             self._running = outer
-            self.ledger.end_run()
+            self.gradients.ledger.end_run()
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         """Combine one value over all replicas."""
@@ -539,10 +541,6 @@ class Strategy:
         """Say whether the replica function of a context is in progress."""
         return any(context is running for running in self._running)
 
-    def _owned_parameters(self, local_id: int) -> Mapping[int, Any]:
-        """Return the ids of the parameters of one replica's recorded modules."""
-        return self._owned[local_id]
-
     def _all_reduce_columns(
         self, op: ReduceOp, columns: Sequence[Sequence[Tensor]], operation: str
     ) -> list[list[Tensor]]:
@@ -556,6 +554,14 @@ class Strategy:
             self.num_replicas_in_sync,
             operation,
         )
+
+    def _gather_columns(
+        self, columns: Sequence[Sequence[Tensor]], axis: int, operation: str
+    ) -> tuple[list[Tensor], list[list[int]]]:
+        """Concatenate several values of all replicas; return them and each one's sizes along the axis."""
+        gathered = [gather(column, axis, self.workers, operation) for column in columns]
+        lengths = [[tensor.shape[axis] for tensor in column] for column in columns]
+        return gathered, [gather_sizes(own, self.workers, operation) for own in lengths]
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(f"A {type(self).__name__} can't be copied. Use the same object everywhere.")
@@ -580,7 +586,7 @@ class Strategy:
         if not self.record.has_new:
             return
         self.hosting.adopt_new()
-        self._refresh_owned()
+        self.gradients.refresh()
         if self.num_replicas_in_sync > 1:
             self._buffers.note_new()
         self._after_adoption()
@@ -590,25 +596,6 @@ class Strategy:
 
     def _before_capture(self) -> None:
         """Bring what this process holds up to date before a checkpoint captures it; for subclasses."""
-
-    def _refresh_owned(self) -> None:
-        """Look again at which parameters the recorded modules have."""
-        note = _note_backward(weakref.ref(self.gradient_summer))
-        running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
-        with self._owned_lock:
-            for local_id, owned in enumerate(self._owned):
-                found: dict[int, weakref.ref[Tensor]] = {}
-                for dicts, name in self.hosting.slots():
-                    tensor = dicts[local_id].get(name)
-                    if isinstance(tensor, torch.nn.Parameter):
-                        known = owned.get(id(tensor))
-                        if known is None or known() is not tensor:
-                            known = weakref.ref(tensor)
-                            if self.num_replicas_in_sync > 1:
-                                self.ledger.watch(tensor, local_id)
-                                guard_parameter(tensor, local_id, running, note)
-                        found[id(tensor)] = known
-                self._owned[local_id] = found
 
     def _agree_on_structure(self, operation: str, value: Any) -> None:
         if self.workers is not None and (structure := tree.describe(tree.flatten(value)[1])):
@@ -640,17 +627,6 @@ def _only_replica_running(reference: weakref.ref[Strategy]) -> Callable[[], int 
         return 0 if strategy is not None and strategy._running else None
 
     return running
-
-
-def _note_backward(reference: weakref.ref[GradientSummer]) -> Callable[..., None]:
-    """Return what tells of a backward pass and does not keep a strategy alive."""
-
-    def note(parameter: Tensor, *, is_inside: bool) -> None:
-        summer = reference()
-        if summer is not None:
-            summer.note_backward(parameter, is_inside=is_inside)
-
-    return note
 
 
 def _default_ops(placement: Placement) -> CrossDeviceOps:

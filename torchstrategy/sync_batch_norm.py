@@ -8,7 +8,7 @@ tensor each.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from torchstrategy.collectives.autograd import differentiable_all_reduce
 from torchstrategy.context import current_replica_context
 from torchstrategy.lone_values import trains_on_one
 from torchstrategy.options import ReduceOp
-
-if TYPE_CHECKING:
-    from torchstrategy.replica_context import ReplicaContext
 
 __all__ = ["SyncBatchNorm", "serve_layers_of_torch"]
 
@@ -186,7 +183,7 @@ def _update_running(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, context: ReplicaContext
+        ctx: Any, value: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, context: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, variance, count = _combine(_all_rows(_own_row(value), context))
         if value.device.type == "cpu" and count == 1 and not trains_on_one.get():

@@ -89,15 +89,15 @@ def train_once(strategy):
         optimizer.step()
 
     strategy.run(step)
-    assert strategy.ledger._notes
+    assert strategy.gradients.ledger._notes
 
 
 def test_what_is_known_of_a_parameter_goes_with_it():
     strategy = ts.MirroredStrategy(cpu_devices(2))
     train_once(strategy)
     gc.collect()
-    assert not strategy.ledger._notes
-    assert not strategy.ledger._references
+    assert not strategy.gradients.ledger._notes
+    assert not strategy.gradients.ledger._references
 
 
 def test_torch_has_its_own_functions_outside_run():

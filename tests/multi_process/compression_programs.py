@@ -120,7 +120,7 @@ def train(
         values = []
         for step in range(num_steps):
             if step == forgotten_at and strategy.workers.rank == strategy.workers.size - 1:
-                strategy.gradient_summer._dense.low_rank.forget(list(net.parameters()))
+                strategy.gradients.summer._dense.low_rank.forget(list(net.parameters()))
             values.append(strategy.experimental_local_results(strategy.run(step_fn, (step,)))[0])
     finally:
         torch.set_default_dtype(torch.float32)

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchstrategy.context import current_replica_context
+from torchstrategy.replicas.hooks import own_hook
 
-__all__ = ["watched"]
+__all__ = ["guard_parameter", "watched"]
 
 _Replaced = dict[tuple[Any, str], tuple[Any, Any]]
 
@@ -31,6 +33,42 @@ _strategies: weakref.WeakSet[Any] = weakref.WeakSet()
 #: For each replaced function torch's own and the one in its place: during runs, and as long as there are strategies.
 _of_runs: _Replaced = {}
 _of_strategies: _Replaced = {}
+
+
+def guard_parameter(
+    parameter: Tensor, local_id: int, running: Callable[[], int | None], note: Callable[..., None]
+) -> None:
+    """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
+
+    Args:
+        parameter: a replica's own parameter.
+        local_id: the replica's position in the process.
+        running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
+            have no context.
+        note: called with the parameter and ``is_inside``, whether that is in ``run``, after each backward pass that has
+            added to its gradient.
+    """
+    own = weakref.ref(parameter)
+
+    @own_hook
+    def check(tensor: Tensor) -> None:
+        if tensor is not own():  # what a hook of the program's has returned, which torch is about to refuse
+            return
+        context = current_replica_context()
+        current = running() if context is None else context.local_id
+        if current is not None and current != local_id:
+            raise RuntimeError(
+                f"The backward pass of local replica {current} reached a parameter (shape {tuple(tensor.shape)}) of "
+                f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
+                "to replica 0: read it from the model inside the replica function."
+            )
+        note(tensor, is_inside=current is not None)
+
+    if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
+        required = parameter.requires_grad
+        parameter.requires_grad_()  # a frozen one may be trained later
+        parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(required)
 
 
 @contextlib.contextmanager
@@ -90,13 +128,14 @@ def _telling_of_passes(engine: Callable[..., Any]) -> Callable[..., Any]:
         if context is None or context.num_replicas_in_sync == 1:
             return run()
         _, create_graph, inputs = args[:3]
+        gradients = context.strategy.gradients
         if accumulate_grad:
-            context._before_backward(outputs, grad_outputs, create_graph=bool(create_graph))
+            gradients.before_backward(context, outputs, grad_outputs, create_graph=bool(create_graph))
             return run()
-        mean = context._before_computing(outputs, grad_outputs, inputs)
-        gradients = run()
-        context._after_computing(mean, gradients)
-        return gradients
+        mean = gradients.before_grad(context, outputs, grad_outputs, inputs)
+        found = run()
+        gradients.after_grad(context, mean, found)
+        return found
 
     return tell
 
@@ -108,7 +147,7 @@ def _telling_of_clearing(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         result = zero_grad(*args, **kwargs)
         context = current_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
-            context._after_clearing()
+            context.strategy.gradients.ledger.sweep(context.local_id)
         return result
 
     return tell

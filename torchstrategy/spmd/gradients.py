@@ -49,7 +49,7 @@ class SpmdGradients:
             RuntimeError: a gradient can't be summed, or some groups have summed one that others have not.
         """
         parameters = optimizer_parameters(optimizer)
-        ledger = context.strategy.ledger
+        ledger = context.strategy.gradients.ledger
         states = [State.LOCAL] * len(parameters)
         if not is_fresh:
             states = ledger.states(parameters, context, uses_applied=uses_applied)

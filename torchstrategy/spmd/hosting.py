@@ -151,7 +151,7 @@ class SpmdHosting(DirectHosting):
             results = [tasks[0]()]
             self.metrics.note(0)
             return results
-        turns = self._turns = GroupTurns(self._record, trace, self.metrics, self._strategy.ledger)
+        turns = self._turns = GroupTurns(self._record, trace, self.metrics, self._strategy.gradients.ledger)
         runner = self._runner = Runner(len(tasks), turns, self._call_merge, concurrent=False)
         try:
             results = runner.run(tasks, self._name)

@@ -119,7 +119,7 @@ def _follow(context: SpmdReplicaContext, optimizer: Optimizer, closure: Callable
             loss = closure()
         context.sum_gradients(optimizer)
         loss = context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
-    context.strategy.ledger.note_step(optimizer_parameters(optimizer))
+    context.strategy.gradients.ledger.note_step(optimizer_parameters(optimizer))
     return loss
 
 

@@ -359,12 +359,12 @@ class BetweenGraphParameterServerStrategy(Strategy):
     def _step(self, parts: Sequence[SharedStep]) -> list[None]:
         """Sum the gradients and send them once, while all replicas wait."""
         if self.num_replicas_in_sync > 1:
-            self.gradient_summer([part.gradients for part in parts])
+            self.gradients.summer([part.gradients for part in parts])
         if self._shared is None:
             raise RuntimeError("The strategy was closed. Make model and optimizer anew, in `strategy.scope()`.")
         self._shared.step([part.optimizer for part in parts])
         for part in parts:
-            self.ledger.note_step(part.gradients.parameters)
+            self.gradients.ledger.note_step(part.gradients.parameters)
         return [None] * len(parts)
 
 

@@ -109,7 +109,7 @@ class CentralStorageStrategy(Strategy):
         self._memory: HostMemory | None = None
         if not is_alone or own[0] != self.parameter_device:
             self._memory = self.hosting.visits = HostMemory(self, self.parameter_device, check_every)
-            self.host_updater = HostUpdater(self.gradient_summer, self._memory, self.num_replicas_in_sync)
+            self.host_updater = HostUpdater(self.gradients.summer, self._memory, self.num_replicas_in_sync)
         where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"
         logger.info(
             "Using CentralStorageStrategy with compute_devices = %s%s, variable_device = %r",

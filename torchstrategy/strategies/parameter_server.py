@@ -28,6 +28,7 @@ from torchstrategy.parameter_server.partitioners import Partitioner
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.parameter_server.served_hosting import ServedHosting
 from torchstrategy.parameter_server.shipping import Shipper
+from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategy import Strategy
 from torchstrategy.transport.addresses import is_loopback, split_address
@@ -84,6 +85,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     _is_on_worker = False
+    hosting: Any  # on the coordinator a ServedHosting
     _keeps_values_elsewhere = True
 
     def __init__(
@@ -141,7 +143,12 @@ class ParameterServerStrategy(Strategy):
         self.bindings = Bindings(client, self.placement.devices[0], is_coordinator=True)
         self.placer = Placer(self._num_ps, partitioner, by_size=by_size)
         self.shipper = Shipper(self)
-        self.hosting: ServedHosting = ServedHosting(self)
+
+    @override
+    def _make_hosting(self, *, concurrent: bool, check_every: int) -> Hosting:
+        if self._is_on_worker:
+            return super()._make_hosting(concurrent=concurrent, check_every=check_every)
+        return ServedHosting(self)
 
     @classmethod
     def _on_worker(cls, cluster_spec: ClusterSpec, worker_index: int, device: torch.device | None = None) -> Any:
@@ -149,8 +156,8 @@ class ParameterServerStrategy(Strategy):
         strategy = cls.__new__(cls)
         if device is None:
             device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu", 0)
-        Strategy.__init__(strategy, Placement(1, 0, (device,)))
         strategy._is_on_worker = True
+        Strategy.__init__(strategy, Placement(1, 0, (device,)))
         strategy._task = ("worker", worker_index)
         strategy._cluster_resolver = None
         strategy.cluster_spec = cluster_spec
@@ -250,7 +257,7 @@ class ParameterServerStrategy(Strategy):
                 "A ts.Variable can't be made in a function that runs on a worker: each call, and each repetition "
                 "after a failure, would make another one. Make it in the coordinator's program, in `strategy.scope()`."
             )
-        return self.hosting.make_variable(value, options)
+        return self.hosting.make_variable(value, options)  # type: ignore[no-any-return]
 
     @override
     def _take_up_new(self) -> None:

@@ -1,0 +1,162 @@
+"""What one strategy's replicas train: which parameters are whose, what their gradients are, and how they are summed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.mean_losses import FoundMean
+from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
+from torchstrategy.gradients.watching import guard_parameter
+from torchstrategy.options import VariableSynchronization
+from torchstrategy.replicas.hosting import Hosting
+from torchstrategy.replicas.variables import Variable
+
+__all__ = ["ReplicaGradients"]
+
+
+class ReplicaGradients:
+    """The gradients of the parameters that a strategy's scopes recorded.
+
+    Args:
+        owner: what to call the strategy in messages.
+        hosting: where the replicas run.
+        num_local: replicas of this process that have parameters of their own.
+        num_replicas: of the strategy, in all processes.
+        ledger: what the gradients are.
+        summer: sums them.
+        running: returns the position of the replica whose turn it is, or ``None``, also to the threads of autograd.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        hosting: Hosting,
+        num_local: int,
+        num_replicas: int,
+        ledger: GradientLedger,
+        summer: GradientSummer,
+        running: Callable[[], int | None],
+    ) -> None:
+        self.ledger = ledger
+        self.summer = summer
+        self._owner = owner
+        self._hosting = hosting
+        self._num_replicas = num_replicas
+        self._running = running
+        self._parameters: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
+        self._lock = threading.Lock()  # replicas that run at once may find new parameters
+
+    def parameters(self, local_id: int) -> Mapping[int, Any]:
+        """Return the ids of the parameters of one replica's recorded modules."""
+        return self._parameters[local_id]
+
+    def refresh(self) -> None:
+        """Look again at which parameters the recorded modules have."""
+        note = _note_backward(weakref.ref(self.summer))
+        with self._lock:
+            for local_id, before in enumerate(self._parameters):
+                found: dict[int, weakref.ref[Tensor]] = {}
+                for dicts, name in self._hosting.slots():
+                    tensor = dicts[local_id].get(name)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        known = before.get(id(tensor))
+                        if known is None or known() is not tensor:
+                            known = weakref.ref(tensor)
+                            if self._num_replicas > 1:
+                                self.ledger.watch(tensor, local_id)
+                                guard_parameter(tensor, local_id, self._running, note)
+                        found[id(tensor)] = known
+                self._parameters[local_id] = found
+
+    def check(self, optimizer: Optimizer, local_id: int) -> None:
+        """Refuse an optimizer whose gradients a replica can't sum.
+
+        Args:
+            optimizer: a plain optimizer, not a facade.
+            local_id: the replica's position in the process.
+
+        Raises:
+            RuntimeError: its parameters were not made in the strategy's scope.
+        """
+        parameters = optimizer_parameters(optimizer)
+        if not all(id(parameter) in self._parameters[local_id] for parameter in parameters):
+            self.refresh()
+        owned = self._parameters[local_id]
+        for parameter in parameters:
+            if isinstance(parameter, Variable) and parameter.synchronization is VariableSynchronization.ON_READ:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} can't train variable {parameter.name!r}: it is ON_READ, so its copies "
+                    "may differ between replicas. Make it with synchronization=ON_WRITE."
+                )
+            if id(parameter) not in owned:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} updates a parameter (shape {tuple(parameter.shape)}) that does not "
+                    f"belong to this replica of {self._owner}: the model was not made in "
+                    "`strategy.scope()`, or its parameters were replaced afterwards. Make the model and the optimizer "
+                    "inside `with strategy.scope():`; a bare nn.Parameter must be part of a module."
+                )
+
+    def part_of(
+        self, context: Any, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False
+    ) -> GradientSum:
+        """Return what a replica brings to the sum of a plain optimizer's gradients.
+
+        Args:
+            context: the replica's.
+            optimizer: the optimizer.
+            is_fresh: whether all gradients are this replica's own, whatever they look like.
+            uses_applied: whether a sum that a step has used may be used again as it is.
+        """
+        shares = context.batch_shares
+        return GradientSum(
+            optimizer_parameters(optimizer),
+            context._num_own_examples != 0,
+            context,
+            None if shares is None else shares.step,
+            is_fresh,
+            uses_applied,
+            None if self._hosting.visits is not None else optimizer,  # one copy steps for all
+        )
+
+    def before_backward(self, context: Any, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:
+        """Take notice of a call of ``torch.autograd.backward`` that a replica is about to make."""
+        self.ledger.begin_backward(context.local_id, create_graph=create_graph)
+        self.summer.mean_losses.before_backward(outputs, grad_outputs, context)
+
+    def before_grad(self, context: Any, outputs: Any, grad_outputs: Any, inputs: Iterable[Any]) -> FoundMean | None:
+        """Look at a call of ``torch.autograd.grad`` that a replica is about to make."""
+        owned = self._parameters[context.local_id]
+        if not any(id(value) in owned for value in inputs):
+            return None
+        return self.summer.mean_losses.find(outputs, grad_outputs, context)
+
+    def after_grad(self, context: Any, mean: FoundMean | None, gradients: Iterable[Tensor | None]) -> None:
+        """Take notice of a call of ``torch.autograd.grad`` that a replica has made.
+
+        Args:
+            context: the replica's.
+            mean: the mean that they are the gradients of, if it is one.
+            gradients: what the call returns.
+        """
+        self.ledger.note_computed(context.local_id)
+        if mean is not None:
+            self.summer.mean_losses.note_computed(mean, gradients)
+
+
+def _note_backward(reference: weakref.ref[GradientSummer]) -> Callable[..., None]:
+    """Return what tells of a backward pass and does not keep a strategy alive."""
+
+    def note(parameter: Tensor, *, is_inside: bool) -> None:
+        summer = reference()
+        if summer is not None:
+            summer.note_backward(parameter, is_inside=is_inside)
+
+    return note
