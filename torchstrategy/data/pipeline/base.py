@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from typing_extensions import Self
 
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.pipeline.arguments import check_shard
@@ -23,9 +24,6 @@ from torchstrategy.data.pipeline.sharding import (
     without_buffers,
 )
 from torchstrategy.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from torchstrategy.data.pipeline.dataset import Dataset
 
 __all__ = ["Pipeline"]
 
@@ -131,7 +129,7 @@ class Pipeline(IterableDataset[Any]):
         """
         return self._options.merge(Options())
 
-    def with_options(self, options: Options) -> Dataset:
+    def with_options(self, options: Options) -> Self:
         """Set options; those that were set before and are not set in these stay.
 
         Args:
@@ -235,10 +233,10 @@ class Pipeline(IterableDataset[Any]):
         """
         return has_hint(self._op)
 
-    def _with(self, op: Op, options: Options | None = None) -> Dataset:
+    def _with(self, op: Op, options: Options | None = None) -> Self:
         raise NotImplementedError
 
-    def shard_files(self, num_shards: int, index: int) -> Dataset:
+    def shard_files(self, num_shards: int, index: int) -> Self:
         """Return the same pipeline over the files ``index``, ``index + num_shards``, ...
 
         Args:
@@ -261,7 +259,7 @@ class Pipeline(IterableDataset[Any]):
             )
         return self._with(shard_files(self._op, num_shards, index))
 
-    def shard_by_hint(self, num_shards: int, index: int) -> Dataset:
+    def shard_by_hint(self, num_shards: int, index: int) -> Self:
         """Return the pipeline with numbers in place of each ``SHARD_HINT``.
 
         Args:

@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from typing_extensions import Self, override
 
 from torchstrategy.data.pipeline import sources
 from torchstrategy.data.pipeline.arguments import AUTOTUNE, check_callable
@@ -39,8 +40,10 @@ class Dataset(Transformations):
         [(4, 28, 28), (4, 28, 28), (2, 28, 28)]
     """
 
-    def _with(self, op: Op, options: Options | None = None) -> Dataset:
-        return Dataset._of(op, options or self._options)
+    @override
+    def _with(self, op: Op, options: Options | None = None) -> Self:
+        made: Any = Dataset._of(op, options or self._options)  # also of a subclass, such as one of lines, as in tf
+        return made  # type: ignore[no-any-return]
 
     @staticmethod
     def _of(op: Op, options: Options | None = None) -> Dataset:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Self
 
 from torchstrategy.data.pipeline import ops
 from torchstrategy.data.pipeline.arguments import (
@@ -19,9 +21,6 @@ from torchstrategy.data.pipeline.op import SHARD_HINT
 from torchstrategy.data.pipeline.padding import PaddedStack
 from torchstrategy.errors import UnimplementedError
 
-if TYPE_CHECKING:
-    from torchstrategy.data.pipeline.dataset import Dataset
-
 __all__ = ["Transformations"]
 
 _AUTOTUNED_BUFFER, _AUTOTUNED_CYCLE = 2, 4
@@ -35,7 +34,7 @@ class Transformations(Pipeline):
         map_func: Callable[..., Any],
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,  # noqa: ARG002, FBT001 - tf's signature; the order is always kept
-    ) -> Dataset:
+    ) -> Self:
         """Apply a function to every element.
 
         Where elements come from ``from_tensor_slices``, ``from_tensors`` or ``range`` and were only reordered,
@@ -61,7 +60,7 @@ class Transformations(Pipeline):
         check_callable("map_func", map_func)
         return self._with(ops.MapOp((self._op,), map_func, parallel_calls(num_parallel_calls)))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+    def filter(self, predicate: Callable[..., Any]) -> Self:
         """Keep the elements for which a function is true.
 
         Args:
@@ -77,7 +76,7 @@ class Transformations(Pipeline):
         check_callable("predicate", predicate)
         return self._with(ops.FilterOp((self._op,), predicate))
 
-    def cache(self, filename: str = "") -> Dataset:
+    def cache(self, filename: str = "") -> Self:
         """Keep the elements in memory, so that what comes before is done once.
 
         A shuffle before ``cache`` keeps its first order, as in tf. The memory belongs to the dataset and those derived
@@ -106,7 +105,7 @@ class Transformations(Pipeline):
         buffer_size: int,
         seed: int | None = None,
         reshuffle_each_iteration: bool | None = None,  # noqa: FBT001 - tf's signature
-    ) -> Dataset:
+    ) -> Self:
         """Shuffle the elements.
 
         A buffer is filled, and an element chosen from it at random is replaced by the next one. For a complete shuffle
@@ -133,7 +132,7 @@ class Transformations(Pipeline):
         seed = None if seed is None else check_int("seed", seed)
         return self._with(ops.ShuffleOp((self._op,), size, seed, reshuffle_each_iteration is not False))
 
-    def repeat(self, count: int | None = None) -> Dataset:
+    def repeat(self, count: int | None = None) -> Self:
         """Repeat the dataset.
 
         Args:
@@ -155,7 +154,7 @@ class Transformations(Pipeline):
         drop_remainder: bool = False,  # noqa: FBT001, FBT002 - tf's signature
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,  # noqa: ARG002, FBT001 - tf's signature; the order is always kept
-    ) -> Dataset:
+    ) -> Self:
         """Combine consecutive elements into batches.
 
         For a distributed dataset this is the *global* batch, over all replicas.
@@ -184,7 +183,7 @@ class Transformations(Pipeline):
         padded_shapes: Any = None,
         padding_values: Any = None,
         drop_remainder: bool = False,  # noqa: FBT001, FBT002 - tf's signature
-    ) -> Dataset:
+    ) -> Self:
         """Combine consecutive elements into batches, and pad tensors of different shapes to one shape.
 
         Args:
@@ -210,7 +209,7 @@ class Transformations(Pipeline):
         stack = PaddedStack(padded_shapes, padding_values)
         return self._with(ops.BatchOp((self._op,), size, bool(drop_remainder), stack))
 
-    def unbatch(self) -> Dataset:
+    def unbatch(self) -> Self:
         """Split batches into their elements.
 
         Raises:
@@ -222,7 +221,7 @@ class Transformations(Pipeline):
         """
         return self._with(ops.UnbatchOp((self._op,)))
 
-    def take(self, count: int) -> Dataset:
+    def take(self, count: int) -> Self:
         """Keep the first elements.
 
         Args:
@@ -239,7 +238,7 @@ class Transformations(Pipeline):
         number = _count(count)
         return self._with(self._op if number is None else ops.TakeOp((self._op,), number))
 
-    def skip(self, count: int) -> Dataset:
+    def skip(self, count: int) -> Self:
         """Leave out the first elements.
 
         Args:
@@ -257,7 +256,7 @@ class Transformations(Pipeline):
         op = ops.TakeOp((self._op,), 0) if number is None else ops.SkipOp((self._op,), number)
         return self._with(op)
 
-    def shard(self, num_shards: int, index: int) -> Dataset:
+    def shard(self, num_shards: int, index: int) -> Self:
         """Keep every ``num_shards``-th element, beginning with element ``index``.
 
         Args:
@@ -277,7 +276,7 @@ class Transformations(Pipeline):
             check_shard(num_shards, index)
         return self._with(ops.ShardOp((self._op,), int(num_shards), int(index)))
 
-    def prefetch(self, buffer_size: int) -> Dataset:
+    def prefetch(self, buffer_size: int) -> Self:
         """Read ahead in a thread.
 
         A function before ``prefetch`` that draws from torch's, numpy's or Python's global random stream does so while
@@ -299,7 +298,7 @@ class Transformations(Pipeline):
         size = _AUTOTUNED_BUFFER if size == AUTOTUNE else size
         return self._with(ops.PrefetchOp((self._op,), size) if size else self._op)
 
-    def concatenate(self, dataset: Dataset) -> Dataset:
+    def concatenate(self, dataset: Pipeline) -> Self:
         """Append another dataset.
 
         Args:
@@ -316,7 +315,7 @@ class Transformations(Pipeline):
             raise TypeError(f"concatenate() takes a ts.data.Dataset. Received: {dataset!r}")
         return self._with(ConcatenateOp((self._op, dataset._op)), self._options.merge(dataset._options))
 
-    def enumerate(self, start: int = 0) -> Dataset:
+    def enumerate(self, start: int = 0) -> Self:
         """Number the elements.
 
         Args:
@@ -331,7 +330,7 @@ class Transformations(Pipeline):
         """
         return self._with(ops.EnumerateOp((self._op,), check_int("start", start)))
 
-    def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
+    def flat_map(self, map_func: Callable[..., Any]) -> Self:
         """Make a dataset of every element, and give the elements of these datasets one after another.
 
         Args:
@@ -355,7 +354,7 @@ class Transformations(Pipeline):
         block_length: int | None = None,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,  # noqa: ARG002, FBT001 - tf's signature; the order is always kept
-    ) -> Dataset:
+    ) -> Self:
         """Make a dataset of every element, and give the elements of several of these datasets in turn.
 
         Args:
