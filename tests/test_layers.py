@@ -1,4 +1,4 @@
-"""The direction of imports, read from the syntax trees: imports inside functions count too, type-only ones do not."""
+"""The direction of imports, read from the syntax trees: those inside functions and for type checkers only as well."""
 
 import ast
 import textwrap
@@ -41,7 +41,7 @@ LAYERS = [
         "coordinator",
     },
     {"testing", "callbacks", "feature_column"},
-    {"training", "verification"},
+    {"training"},
     {"estimator"},
     {"compat", "experimental", "train", "config", "utils", "cli", "models", "optimizers", "tpu"},
     {"__init__", "__main__"},
@@ -56,12 +56,15 @@ CONFINED = {
     "torch.utils._pytree": ("tree.py",),
 }
 
+# Packages whose modules still import each other for their types; their circles are not looked for in these imports.
+WITH_CIRCLES = {"coordinator", "estimator", "spmd", "transport"}
+
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 
-def imported_modules(tree, modules):
+def imported_modules(nodes, modules):
     """Yield (line, dotted name) for every import; of our own names, the module that they stand in."""
-    for node in _nodes_that_run(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -71,18 +74,19 @@ def imported_modules(tree, modules):
                 yield node.lineno, full if full in modules or not is_ours(full) else prefix
 
 
-def _nodes_that_run(node):
+def nodes_that_run(node):
+    """Walk a syntax tree without what is for type checkers only."""
     yield node
     is_type_only = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
     for child in node.orelse if is_type_only else ast.iter_child_nodes(node):
-        yield from _nodes_that_run(child)
+        yield from nodes_that_run(child)
 
 
 def violations(source, path, modules):
     """Return what is wrong with the imports of the file ``path`` (relative to the package), one line for each."""
     unit = Path(path).parts[0].removesuffix(".py")
     found = []
-    for line, name in imported_modules(ast.parse(source), modules):
+    for line, name in imported_modules(ast.walk(ast.parse(source)), modules):
         problem = _outside_problem(name, path) if not is_ours(name) else _inside_problem(name, path, unit)
         if problem:
             found.append(f"{PACKAGE}/{path}:{line}: {problem}")
@@ -124,11 +128,12 @@ def module_name(path):
 def import_graph(sources, modules):
     """Return which of our modules each one imports, by dotted name; the package root is left out."""
     ours = modules - {PACKAGE}
-    return {
-        module: {name for _, name in imported_modules(ast.parse(source), modules) if name in ours}
-        for module, source in sources.items()
-        if module != PACKAGE
-    }
+    graph = {}
+    for module, source in sources.items():
+        if module != PACKAGE:
+            walk = nodes_that_run if module.split(".")[1] in WITH_CIRCLES else ast.walk
+            graph[module] = {name for _, name in imported_modules(walk(ast.parse(source)), modules) if name in ours}
+    return graph
 
 
 def find_cycle(graph):
@@ -184,6 +189,11 @@ def test_no_import_cycles():
             "if TYPE_CHECKING:\n    x = 1\nelse:\n    import torchstrategy.nn",
             "of layer 9 from layer 2",
         ),
+        (
+            "replica_context.py",
+            "if TYPE_CHECKING:\n    from torchstrategy.strategy import Strategy",
+            "of layer 7 from layer 6",
+        ),
     ],
 )
 def test_checker_finds(path, source, problem):
@@ -198,7 +208,7 @@ def test_checker_accepts_lower_layers_and_own_package():
         from torchstrategy.collectives.base import Collective
 
         if TYPE_CHECKING:
-            from torchstrategy.strategy import Strategy
+            from torchstrategy.context import Frame
         """
     assert (
         violations(textwrap.dedent(source), "collectives/in_process.py", MODULES | {"torchstrategy.collectives.base"})
@@ -211,6 +221,14 @@ def test_cycle_is_found():
     sources = {
         "torchstrategy.data.a": "from torchstrategy.data import b",
         "torchstrategy.data.b": "def f():\n    from torchstrategy.data.c import g",
-        "torchstrategy.data.c": "import torchstrategy.data.a",
+        "torchstrategy.data.c": "if TYPE_CHECKING:\n    import torchstrategy.data.a",
     }
     assert find_cycle(import_graph(sources, modules)) == sorted(modules)
+
+
+@pytest.mark.parametrize("package", sorted(WITH_CIRCLES))
+def test_packages_with_circles_have_some(package):
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in FILES}
+    own = {module: source for module, source in sources.items() if module.split(".")[1:2] == [package]}
+    graph = {m: {n for _, n in imported_modules(ast.walk(ast.parse(s)), MODULES) if n in own} for m, s in own.items()}
+    assert find_cycle(graph) is not None, "take it out of WITH_CIRCLES"

@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from torchstrategy.verification.script import ScriptError, verify_script
+from torchstrategy.testing.verification.script import ScriptError, verify_script
 
 __all__ = ["add_arguments", "run"]
 

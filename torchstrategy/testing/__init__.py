@@ -12,8 +12,8 @@ from torchstrategy import later
 if typing.TYPE_CHECKING:
     from torchstrategy.testing.cluster import LocalCluster
     from torchstrategy.testing.processes import Outcome, ProcessPool, RemoteError, run_in_processes
-    from torchstrategy.verification.api import verify_replication
-    from torchstrategy.verification.report import VerificationReport
+    from torchstrategy.testing.verification.api import verify_replication
+    from torchstrategy.testing.verification.report import VerificationReport
 
 __all__ = [
     "LocalCluster",
@@ -30,9 +30,9 @@ _HOMES = {
     "Outcome": "torchstrategy.testing.processes",
     "ProcessPool": "torchstrategy.testing.processes",
     "RemoteError": "torchstrategy.testing.processes",
-    "VerificationReport": "torchstrategy.verification.report",
+    "VerificationReport": "torchstrategy.testing.verification.report",
     "run_in_processes": "torchstrategy.testing.processes",
-    "verify_replication": "torchstrategy.verification.api",
+    "verify_replication": "torchstrategy.testing.verification.api",
 }
 
 if not typing.TYPE_CHECKING:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import torchstrategy as ts
-from tests.verification import right
-from tests.verification.planted import CAUSES
-from torchstrategy.verification.script import verify_script
-from torchstrategy.verification.script_process import run_script
+from tests.testing.verification import right
+from tests.testing.verification.planted import CAUSES
+from torchstrategy.testing.verification.script import verify_script
+from torchstrategy.testing.verification.script_process import run_script
 
 SCRIPT = str(Path(__file__).parent / "scripts/planted_script.py")
 DDP_SCRIPT = str(Path(__file__).parent / "scripts/ddp_script.py")

@@ -3,7 +3,7 @@
 import sys
 
 import torchstrategy as ts
-from tests.verification import planted, right
+from tests.testing.verification import planted, right
 
 
 def main():

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torchstrategy.verification.causes import OTHER_EXAMPLES, OWN_RANDOM, Cause, find_causes
-from torchstrategy.verification.printed import PrintedDifference, printed_differences
-from torchstrategy.verification.records import load
-from torchstrategy.verification.report import Comparison, VerificationReport, compare
-from torchstrategy.verification.script_launch import log_path, start
-from torchstrategy.verification.script_process import EXITED, ScriptRun, Setup, record_path
+from torchstrategy.testing.verification.causes import OTHER_EXAMPLES, OWN_RANDOM, Cause, find_causes
+from torchstrategy.testing.verification.printed import PrintedDifference, printed_differences
+from torchstrategy.testing.verification.records import load
+from torchstrategy.testing.verification.report import Comparison, VerificationReport, compare
+from torchstrategy.testing.verification.script_launch import log_path, start
+from torchstrategy.testing.verification.script_process import EXITED, ScriptRun, Setup, record_path
 
 __all__ = ["ScriptError", "ScriptReport", "Start", "verify_script"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchstrategy.verification.algebra import Named, is_close, scale_of
-from torchstrategy.verification.deviations import Deviation, deviations, tolerance_of
-from torchstrategy.verification.gradient_causes import gradient_causes
-from torchstrategy.verification.records import Replica, Run, Step
-from torchstrategy.verification.rounding import Rounding
+from torchstrategy.testing.verification.algebra import Named, is_close, scale_of
+from torchstrategy.testing.verification.deviations import Deviation, deviations, tolerance_of
+from torchstrategy.testing.verification.gradient_causes import gradient_causes
+from torchstrategy.testing.verification.records import Replica, Run, Step
+from torchstrategy.testing.verification.rounding import Rounding
 
 __all__ = ["OTHER_EXAMPLES", "OWN_RANDOM", "UNDECIDED", "Cause", "constant_divisor", "find_causes"]
 

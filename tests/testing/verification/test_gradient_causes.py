@@ -2,9 +2,9 @@
 
 import torch
 
-from torchstrategy.verification.algebra import ratio
-from torchstrategy.verification.gradient_causes import gradient_causes
-from torchstrategy.verification.records import Step, Update
+from torchstrategy.testing.verification.algebra import ratio
+from torchstrategy.testing.verification.gradient_causes import gradient_causes
+from torchstrategy.testing.verification.records import Step, Update
 
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 RIGHT = torch.tensor([0.3, 0.1, -0.7, 0.2], dtype=torch.float64)

@@ -13,7 +13,7 @@ import pytest
 from torchstrategy.cli.command import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from torchstrategy.verification.algebra import Named, furthest, is_close, is_rounding, scale_of
-from torchstrategy.verification.records import Run
+from torchstrategy.testing.verification.algebra import Named, furthest, is_close, is_rounding, scale_of
+from torchstrategy.testing.verification.records import Run
 
 __all__ = ["Deviation", "deviations", "tolerance_of"]
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import torchstrategy as ts
-from tests.verification import right
+from tests.testing.verification import right
 
 
 @pytest.mark.parametrize("name", right.NAMES)

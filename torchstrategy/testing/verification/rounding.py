@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchstrategy.verification.algebra import is_close, scale_of
-from torchstrategy.verification.records import Run, Update
+from torchstrategy.testing.verification.algebra import is_close, scale_of
+from torchstrategy.testing.verification.records import Run, Update
 
 __all__ = ["Rounding"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchstrategy.verification.causes import UNDECIDED, Cause, constant_divisor, find_causes
-from torchstrategy.verification.deviations import Deviation
-from torchstrategy.verification.records import Run
+from torchstrategy.testing.verification.causes import UNDECIDED, Cause, constant_divisor, find_causes
+from torchstrategy.testing.verification.deviations import Deviation
+from torchstrategy.testing.verification.records import Run
 
 __all__ = ["Comparison", "VerificationReport", "compare"]
 

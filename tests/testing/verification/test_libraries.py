@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchstrategy.verification.script import verify_script
+from torchstrategy.testing.verification.script import verify_script
 
 SCRIPT = str(Path(__file__).parent / "scripts/wrapped_script.py")
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchstrategy.verification.script_process import Setup, record_path
+from torchstrategy.testing.verification.script_process import Setup, record_path
 
 __all__ = ["log_path", "start"]
 
@@ -25,7 +25,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 _PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_")
 #: The library may lie beside the program or in a folder that only this process knows of.
 _MAIN = (
-    "import sys; sys.path[0] = sys.argv[1]; from torchstrategy.verification.script_process import main; "
+    "import sys; sys.path[0] = sys.argv[1]; from torchstrategy.testing.verification.script_process import main; "
     "del sys.path[0]; main(sys.argv[2])"
 )
 
@@ -56,7 +56,7 @@ def _start(setup: Setup, port: int) -> subprocess.Popen[bytes]:
     folder = Path(setup.folder)
     settings = folder / f"rank{setup.rank}.json"
     settings.write_text(json.dumps(dataclasses.asdict(setup)), encoding="utf-8")
-    home = str(Path(__file__).parents[2])
+    home = str(Path(__file__).parents[3])
     command = [sys.executable, "-c", _MAIN, home, str(settings)]
     with log_path(setup).open("wb") as log:
         return subprocess.Popen(

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import torchstrategy as ts
-from tests.verification.planted import CAUSES, build, make_batches
+from tests.testing.verification.planted import CAUSES, build, make_batches
 
 KINDS = ["mlp", "conv", "transformer"]
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategy import Strategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
+from torchstrategy.testing.verification.recorder import Recorder
+from torchstrategy.testing.verification.records import Run, dump, load, measured, tensors_of
+from torchstrategy.testing.verification.report import VerificationReport, compare
 from torchstrategy.values import DistributedValues
-from torchstrategy.verification.recorder import Recorder
-from torchstrategy.verification.records import Run, dump, load, measured, tensors_of
-from torchstrategy.verification.report import VerificationReport, compare
 
 __all__ = ["verify_replication"]
 

@@ -17,8 +17,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.context import current_replica_context
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.verification.losses import sums_of
-from torchstrategy.verification.records import Backward, Draw, Replica, Step, Update, hash_rows, measured, tensors_of
+from torchstrategy.testing.verification.losses import sums_of
+from torchstrategy.testing.verification.records import (
+    Backward,
+    Draw,
+    Replica,
+    Step,
+    Update,
+    hash_rows,
+    measured,
+    tensors_of,
+)
 
 __all__ = ["Recorder"]
 

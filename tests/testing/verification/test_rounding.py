@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from tests.verification.planted import Transformer, build, make_batches
+from tests.testing.verification.planted import Transformer, build, make_batches
 
 OPTIMIZERS = {
     "adam": functools.partial(torch.optim.Adam, lr=0.01),

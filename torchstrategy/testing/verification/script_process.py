@@ -28,8 +28,8 @@ from torchstrategy import optimizer_hooks
 from torchstrategy.context import current_replica_context
 from torchstrategy.devices import cpu_replicas
 from torchstrategy.strategy import Strategy
-from torchstrategy.verification.records import Run, dump
-from torchstrategy.verification.script_recorder import EnoughSteps, ScriptRecorder
+from torchstrategy.testing.verification.records import Run, dump
+from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder
 
 __all__ = ["EXITED", "ScriptRun", "Setup", "main", "record_path", "run_script"]
 
