@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy import context
+from torchstrategy.base import context
 from torchstrategy.testing.fixtures import local_cluster, process_pool  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parent

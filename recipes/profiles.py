@@ -18,7 +18,7 @@ from torch import profiler
 from tqdm import tqdm
 
 import torchstrategy as ts
-from torchstrategy.labels import label, make_profiler
+from torchstrategy.base.labels import label, make_profiler
 
 FOLDER = "profile"  # of the traces, within that of a run
 _RECORDING = (profiler.ProfilerAction.RECORD, profiler.ProfilerAction.RECORD_AND_SAVE)

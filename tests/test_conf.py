@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from torchstrategy.options import CommunicationOptions, PowerSGD
+from torchstrategy.base.options import CommunicationOptions, PowerSGD
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy import config, devices
+from torchstrategy import config
+from torchstrategy.base import devices
 from torchstrategy.xla import system
 
 TPU = ts.cluster_resolver.TPUClusterResolver

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.values import Mirrored, PerReplica
+from torchstrategy.base.values import Mirrored, PerReplica
 
 
 @pytest.fixture(params=["default", "one device", "mirrored of one", "mirrored of two"])

@@ -11,35 +11,18 @@ PACKAGE = "torchstrategy"
 
 # A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
 LAYERS = [
-    {"errors", "options", "tree", "log", "labels", "heartbeat", "names", "version", "host_memory", "later"},
-    {"devices", "context", "fingerprints", "xla"},
-    {"values", "cluster_resolver", "lone_values"},
-    {"collectives", "data", "transport"},
+    {"errors"},
+    {"base"},
+    {"data", "transport", "xla"},
+    {"cluster_resolver"},
+    {"collectives"},
     {"replicas"},
-    {"gradients", "parameter_server"},
-    {
-        "optimizer_hooks",
-        "host_updates",
-        "shared_updates",
-        "replica_context",
-        "scope",
-        "extended",
-        "replica_values",
-        "sync_batch_norm",
-    },
+    {"gradients"},
+    {"parameter_server", "replica_context", "scope", "extended", "replica_values"},
     {"strategy", "spmd"},
     {"strategies"},
     {"nn", "losses"},
-    {
-        "metrics",
-        "checkpoint",
-        "regularizers",
-        "layer_losses",
-        "functions",
-        "summary",
-        "server",
-        "coordinator",
-    },
+    {"metrics", "checkpoint", "regularizers", "functions", "summary", "server", "coordinator"},
     {"testing", "callbacks", "feature_column"},
     {"training"},
     {"estimator"},
@@ -53,7 +36,7 @@ CONFINED = {
     "hydra": (),
     "omegaconf": (),
     "torch_xla": ("xla/torch_xla_runtime.py", "xla/patches.py"),
-    "torch.utils._pytree": ("tree.py",),
+    "torch.utils._pytree": ("base/tree.py",),
 }
 
 # Packages whose modules still import each other for their types; their circles are not looked for in these imports.
@@ -173,26 +156,26 @@ def test_no_import_cycles():
 @pytest.mark.parametrize(
     ("path", "source", "problem"),
     [
-        ("values.py", "from torchstrategy.strategy import Strategy", "of layer 7 from layer 2"),
-        ("values.py", "def f():\n    import torchstrategy.strategies.mirrored", "of layer 8 from layer 2"),
-        ("collectives/base.py", "from torchstrategy.data import split", "of layer 3 from layer 3"),
+        ("base/values.py", "from torchstrategy.strategy import Strategy", "of layer 8 from layer 1"),
+        ("base/values.py", "def f():\n    import torchstrategy.strategies.mirrored", "of layer 9 from layer 1"),
+        ("data/base.py", "from torchstrategy.transport import wires", "of layer 2 from layer 2"),
         ("strategies/one_device.py", "from torchstrategy.strategies.default import get_strategy", "another strategy"),
         ("nn.py", "from torchstrategy import get_strategy", "imports torchstrategy itself"),
         ("nn.py", "from . import tree", "absolute"),
         ("strategy.py", "import hydra.utils", "only recipes may"),
-        ("values.py", "import torch.utils._pytree as pytree", "only ['tree.py'] may"),
-        ("values.py", "from torch.utils._pytree import tree_map", "only ['tree.py'] may"),
-        ("values.py", "from torch.utils import _pytree", "only ['tree.py'] may"),
-        ("values.py", "from torchstrategy.helpers import thing", "no layer"),
+        ("base/values.py", "import torch.utils._pytree as pytree", "only ['base/tree.py'] may"),
+        ("base/values.py", "from torch.utils._pytree import tree_map", "only ['base/tree.py'] may"),
+        ("base/values.py", "from torch.utils import _pytree", "only ['base/tree.py'] may"),
+        ("base/values.py", "from torchstrategy.helpers import thing", "no layer"),
         (
-            "values.py",
+            "base/values.py",
             "if TYPE_CHECKING:\n    x = 1\nelse:\n    import torchstrategy.nn",
-            "of layer 9 from layer 2",
+            "of layer 10 from layer 1",
         ),
         (
             "replica_context.py",
             "if TYPE_CHECKING:\n    from torchstrategy.strategy import Strategy",
-            "of layer 7 from layer 6",
+            "of layer 8 from layer 7",
         ),
     ],
 )
@@ -204,11 +187,11 @@ def test_checker_finds(path, source, problem):
 def test_checker_accepts_lower_layers_and_own_package():
     source = """
         import torch
-        from torchstrategy import tree
+        from torchstrategy.base import tree
         from torchstrategy.collectives.base import Collective
 
         if TYPE_CHECKING:
-            from torchstrategy.context import Frame
+            from torchstrategy.base.context import Frame
         """
     assert (
         violations(textwrap.dedent(source), "collectives/in_process.py", MODULES | {"torchstrategy.collectives.base"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy import log
+from torchstrategy.base import log
 from torchstrategy.errors import InvalidArgumentError
 
 VECTOR = torch.tensor([1.0, 2.0, 3.0])

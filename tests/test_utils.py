@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy import host_memory
+from torchstrategy.base import host_memory
 
 
 def draw_all():
@@ -133,7 +133,7 @@ print(worked, faults(20))
 
 
 def test_memory_is_not_kept_by_other_c_libraries(monkeypatch):
-    monkeypatch.setattr("torchstrategy.host_memory.ctypes.CDLL", lambda name: object())
+    monkeypatch.setattr("torchstrategy.base.host_memory.ctypes.CDLL", lambda name: object())
     assert ts.utils.keep_freed_memory() is False
 
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import typing
 
-from torchstrategy import errors, host_memory, later, nn
-from torchstrategy.collectives.cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from torchstrategy.nn import compute_average_loss, scale_regularization_loss
-from torchstrategy.options import (
+from torchstrategy import errors, nn
+from torchstrategy.base import host_memory, later
+from torchstrategy.base.options import (
     InputOptions,
     InputReplicationMode,
     ReduceOp,
@@ -20,6 +14,15 @@ from torchstrategy.options import (
     VariableAggregation,
     VariableSynchronization,
 )
+from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
+from torchstrategy.base.version import __version__
+from torchstrategy.collectives.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from torchstrategy.nn import compute_average_loss, scale_regularization_loss
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.strategies.default import (
     experimental_set_strategy,
@@ -31,8 +34,6 @@ from torchstrategy.strategies.default import (
 from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.strategy import Strategy
-from torchstrategy.values import DistributedValues, Mirrored, PerReplica
-from torchstrategy.version import __version__
 
 if typing.TYPE_CHECKING:
     from torchstrategy import (
@@ -59,7 +60,7 @@ if typing.TYPE_CHECKING:
     from torchstrategy.data.context import InputContext
     from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
     from torchstrategy.functions import function
-    from torchstrategy.layer_losses import add_loss, losses_of, regularize
+    from torchstrategy.losses.layer_losses import add_loss, losses_of, regularize
     from torchstrategy.replicas.distributed_variables import MirroredVariable
     from torchstrategy.replicas.on_read import SyncOnReadVariable
     from torchstrategy.replicas.variables import Variable
@@ -150,7 +151,7 @@ _LATER = {
     "SyncOnReadVariable": "torchstrategy.replicas.on_read",
     "TPUStrategy": "torchstrategy.strategies.tpu",
     "Variable": "torchstrategy.replicas.variables",
-    "add_loss": "torchstrategy.layer_losses",
+    "add_loss": "torchstrategy.losses.layer_losses",
     "callbacks": "torchstrategy.callbacks",
     "cluster_resolver": "torchstrategy.cluster_resolver",
     "compat": "torchstrategy.compat",
@@ -162,11 +163,11 @@ _LATER = {
     "feature_column": "torchstrategy.feature_column",
     "function": "torchstrategy.functions",
     "losses": "torchstrategy.losses",
-    "losses_of": "torchstrategy.layer_losses",
+    "losses_of": "torchstrategy.losses.layer_losses",
     "metrics": "torchstrategy.metrics",
     "models": "torchstrategy.models",
     "optimizers": "torchstrategy.optimizers",
-    "regularize": "torchstrategy.layer_losses",
+    "regularize": "torchstrategy.losses.layer_losses",
     "regularizers": "torchstrategy.regularizers",
     "summary": "torchstrategy.summary",
     "testing": "torchstrategy.testing",

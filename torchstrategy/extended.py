@@ -8,17 +8,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.context import Frame, current_replica_context, pop_frame, push_frame
+from torchstrategy.base.devices import Placement, canonical_device, full_device_name, tensor_device
+from torchstrategy.base.options import ReduceOp
+from torchstrategy.base.values import DistributedValues, Mirrored, regroup, select_replica
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.context import Frame, current_replica_context, pop_frame, push_frame
-from torchstrategy.devices import Placement, canonical_device, full_device_name, tensor_device
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
-from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.variables import Variable
-from torchstrategy.values import DistributedValues, Mirrored, regroup, select_replica
 
 __all__ = ["StrategyExtended"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
-from torchstrategy import tree
-from torchstrategy.context import current_replica_context
-from torchstrategy.devices import visible_devices
-from torchstrategy.log import info_once, logger
+from torchstrategy.base import tree
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import visible_devices
+from torchstrategy.base.log import info_once, logger
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.xla import graph, system
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.log import warn_once
+from torchstrategy.base.log import warn_once
+from torchstrategy.gradients.sync_batch_norm import SyncBatchNorm
 from torchstrategy.strategies.default import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
-from torchstrategy.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
 

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame
+from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.options import ReduceOp
+from torchstrategy.base.values import BatchShares, get_shares, regroup, select_replica
 from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis
-from torchstrategy.context import Frame, current_frame, pop_frame, push_frame
-from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import optimizer_parameters
-from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable
-from torchstrategy.values import BatchShares, get_shares, regroup, select_replica
 
 __all__ = ["ReplicaContext", "RunningStrategy"]
 

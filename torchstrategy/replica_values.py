@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.options import ReduceOp
+from torchstrategy.base.values import DistributedValues, PerReplica, regroup
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
-from torchstrategy.devices import Placement
-from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable
-from torchstrategy.values import DistributedValues, PerReplica, regroup
 
 __all__ = ["ReplicatedStrategy", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results"]
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from torchstrategy.context import Frame, pop_frame, push_frame
+from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.replicas.caller_modes import on_device
 from torchstrategy.replicas.record import start_recording, stop_recording
 

@@ -9,26 +9,28 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.context import Frame, current_frame, current_replica_context
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.log import info_once, set_rank, show_info
+from torchstrategy.base.lone_values import serve_lone_values
+from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
+from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, gather, gather_sizes
-from torchstrategy.context import Frame, current_frame, current_replica_context
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
-from torchstrategy.devices import Placement
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.optimizer_hooks import install, prepare
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import GradientSummer
+from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.gradients.watching import watched
-from torchstrategy.log import info_once, set_rank, show_info
-from torchstrategy.lone_values import serve_lone_values
-from torchstrategy.optimizer_hooks import install, prepare
-from torchstrategy.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
 from torchstrategy.replicas.buffers import BufferSync
@@ -40,8 +42,6 @@ from torchstrategy.replicas.record import Record, owner
 from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.scope import Scope
-from torchstrategy.sync_batch_norm import serve_layers_of_torch
-from torchstrategy.values import PerReplica, ValueContext, local_results
 
 __all__ = ["Strategy"]
 

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from tests.callbacks.loops import Model, fit
-from torchstrategy import log
+from torchstrategy.base import log
 from torchstrategy.callbacks import CallbackList, ProgbarLogger, output, progress
 
 LOGS = [{"loss": 2.0, "val_loss": 1.0416e-4}, {"loss": 0.5, "val_loss": 0.0}]

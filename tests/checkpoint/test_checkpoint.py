@@ -9,8 +9,8 @@ import torchmetrics
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.base.log import logger
 from torchstrategy.errors import DataLossError, InvalidArgumentError, NotFoundError
-from torchstrategy.log import logger
 
 
 def mirrored(num_replicas):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from torchstrategy.base.version import __version__
 from torchstrategy.cli.command import main
-from torchstrategy.version import __version__
 
 ROOT = Path(__file__).parents[2]
 

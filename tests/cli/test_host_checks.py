@@ -1,6 +1,7 @@
 import pytest
 
 from tests.cli.fake_host import FakeHost, make_job, only
+from torchstrategy.base.version import __version__
 from torchstrategy.cli.host_checks import (
     check_backends,
     check_cores,
@@ -10,7 +11,6 @@ from torchstrategy.cli.host_checks import (
     check_versions,
 )
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.version import __version__
 
 
 def test_versions_are_stated():

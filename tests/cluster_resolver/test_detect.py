@@ -70,7 +70,7 @@ def test_alone(environ):
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("others", ["", '"clsuter": {"worker": ["a:1", "b:1"]}, '])
 def test_a_task_without_a_cluster_is_alone_and_warned(others, is_given, monkeypatch):
-    monkeypatch.setattr("torchstrategy.log._said", set())
+    monkeypatch.setattr("torchstrategy.base.log._said", set())
     environ = {"TF_CONFIG": f'{{{others}"task": {{"type": "worker", "index": 1}}}}'}
     resolver = ts.cluster_resolver.TFConfigClusterResolver(environ=environ) if is_given else None
     with pytest.warns(UserWarning, match=r'TF_CONFIG says that this process is worker 1, but has no "cluster"'):

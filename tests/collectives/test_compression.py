@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from tests.collectives.groups import GoneByNow, Group, no_check, on_ranks
+from torchstrategy.base.options import PowerSGD
 from torchstrategy.collectives.compression import NarrowPlane, compressed
 from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, NcclPlane
-from torchstrategy.options import PowerSGD
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = [2, 3, 4]

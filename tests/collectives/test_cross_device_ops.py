@@ -4,9 +4,9 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.programs import cpu_devices
+from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives import cross_device_ops as ops_module
 from torchstrategy.collectives.cross_device_ops import sum_gradients
-from torchstrategy.options import CommunicationOptions
 
 OPS = {
     "one device": ts.ReductionToOneDevice,

@@ -2,11 +2,11 @@
 
 import pytest
 
+from torchstrategy.base.options import PowerSGD
 from torchstrategy.collectives.compression import NarrowPlane
 from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, NcclPlane
 from torchstrategy.collectives.routes import Routes, planes_during_backward, wants_overlap
 from torchstrategy.collectives.threaded_plane import ThreadedPlane
-from torchstrategy.options import PowerSGD
 
 GLOO, NCCL = C10dPlane(None, "gloo"), NcclPlane(None, "NCCL")
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives.groups import Group, no_check, on_ranks
+from torchstrategy.base.options import CommunicationImplementation, PowerSGD
 from torchstrategy.collectives import records, routes, shared_memory
 from torchstrategy.collectives.compression import NarrowPlane
 from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, MessagePlane, NcclPlane, StagedPlane
@@ -15,7 +16,6 @@ from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.collectives.routes import Routes, choose_implementation, make_routes, usable_compression
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane
 from torchstrategy.collectives.xla_plane import XlaPlane
-from torchstrategy.options import CommunicationImplementation, PowerSGD
 
 AUTO, RING, NCCL = CommunicationImplementation.AUTO, CommunicationImplementation.RING, CommunicationImplementation.NCCL
 

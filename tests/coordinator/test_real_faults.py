@@ -6,7 +6,7 @@ import time
 import pytest
 
 import torchstrategy as ts
-from torchstrategy.heartbeat import heartbeat_seconds
+from torchstrategy.base.heartbeat import heartbeat_seconds
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import torchstrategy as ts
+from torchstrategy.base.values import get_shares
 from torchstrategy.data.distribute import distribute_dataset
-from torchstrategy.values import get_shares
 
 LOADERS = ("loader", "stream loader")
 WITH_BATCH_SIZE = ("arrays", "numpy", "examples", "stream")

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from torchstrategy.devices import Placement
+from torchstrategy.base.devices import Placement
 
 
 class FakeWorkers:

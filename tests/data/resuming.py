@@ -12,8 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import torchstrategy as ts
 from tests.data.data_sets import Stream, distributor
 from tests.data.fake_workers import run_ranks
+from torchstrategy.base.options import AutoShardPolicy
 from torchstrategy.data.distribute import distribute_from_function
-from torchstrategy.options import AutoShardPolicy
 
 END = 10**6  # steps until the end of an epoch
 

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 import torchstrategy as ts
 from tests.data.fake_workers import run_ranks
-from torchstrategy import log
+from torchstrategy.base import log
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.errors import DisagreementError, OutOfRangeError
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.data.fake_workers import one_process
+from torchstrategy.base.values import BatchShares, PerReplica, get_shares
 from torchstrategy.data.batch import (
     TensorSpec,
     batch_length,
@@ -17,7 +18,6 @@ from torchstrategy.data.batch import (
 )
 from torchstrategy.data.prefetch import DeviceCopies
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.values import BatchShares, PerReplica, get_shares
 
 Pair = namedtuple("Pair", "x y")
 

@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.data.fake_workers import one_process
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.options import InputOptions, InputReplicationMode
+from torchstrategy.base.values import BatchShares, PerReplica, get_shares
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.data.split import share_bounds, share_sizes
-from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError, UnimplementedError
-from torchstrategy.options import InputOptions, InputReplicationMode
-from torchstrategy.values import BatchShares, PerReplica, get_shares
 
 
 class Stream(IterableDataset):

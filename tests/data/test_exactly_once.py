@@ -25,8 +25,8 @@ from tests.data.data_sets import (
 from tests.data.fake_workers import run_ranks
 from tests.data.profiles import quick, thorough, unshrunk
 from tests.programs import cpu_devices
+from torchstrategy.base.values import get_shares
 from torchstrategy.data.agreement import known_length
-from torchstrategy.values import get_shares
 
 LAYOUTS = [(p, n) for p in range(1, 6) for n in range(1, 6) if p * n <= 5]  # processes, replicas in each
 FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

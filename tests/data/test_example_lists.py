@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchstrategy as ts
 from tests.data.fake_workers import run_ranks
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.values import PerReplica
 from torchstrategy.data.distribute import distribute_dataset
-from torchstrategy.values import PerReplica
 
 Pair = collections.namedtuple("Pair", ["images", "labels"])
 

@@ -7,12 +7,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.data.fake_workers import one_process, run_ranks
+from torchstrategy.base.options import InputOptions, InputReplicationMode
+from torchstrategy.base.values import PerReplica, get_shares
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_from_function
 from torchstrategy.errors import DisagreementError
-from torchstrategy.options import InputOptions, InputReplicationMode
-from torchstrategy.values import PerReplica, get_shares
 
 PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
 

@@ -6,11 +6,11 @@ from torch.utils.data import DataLoader
 
 from tests.data.fake_workers import one_process, run_ranks
 from tests.data.test_policy import files
+from torchstrategy.base.options import AutoShardPolicy
+from torchstrategy.base.values import PerReplica, get_shares
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.data.split import minibatch_sizes
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.options import AutoShardPolicy
-from torchstrategy.values import PerReplica, get_shares
 
 FILE, OFF = AutoShardPolicy.FILE, AutoShardPolicy.OFF
 

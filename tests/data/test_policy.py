@@ -3,12 +3,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.data.fake_workers import one_process, run_ranks
+from torchstrategy.base.options import AutoShardPolicy
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.data.pipeline.dataset import Dataset
 from torchstrategy.data.pipeline.options import Options
 from torchstrategy.data.policy import choose_sharding
 from torchstrategy.errors import DisagreementError, InvalidArgumentError, NotFoundError
-from torchstrategy.options import AutoShardPolicy
 
 FILE, AUTO, DATA, OFF, HINT = (AutoShardPolicy[name] for name in ("FILE", "AUTO", "DATA", "OFF", "HINT"))
 

@@ -8,12 +8,12 @@ import torch
 import torchstrategy as ts
 from tests.data.fake_cuda import GARBAGE, FakeCuda
 from tests.data.fake_workers import one_process
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.values import BatchShares, PerReplica, get_shares
 from torchstrategy.data import prefetch
 from torchstrategy.data.batch import components, split_batch
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.data.prefetch import DeviceCopies
-from torchstrategy.devices import Placement
-from torchstrategy.values import BatchShares, PerReplica, get_shares
 
 GPUS = tuple(torch.device("cuda", i) for i in range(2))
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_w
 
 import torchstrategy as ts
 from tests.data.fake_workers import run_ranks
+from torchstrategy.base.values import local_results
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.data.seeding import IndexBatch, SeededDataset, _mix, seed_batches, step_seed
-from torchstrategy.values import local_results
 
 
 class Augmented(Dataset):

@@ -19,10 +19,10 @@ from torch.utils.data import (
 )
 
 from tests.data.fake_workers import one_process, run_ranks
+from torchstrategy.base.values import PerReplica, get_shares
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.errors import DisagreementError
-from torchstrategy.values import PerReplica, get_shares
 
 TOPOLOGIES = [(2, 1), (3, 1), (2, 2), (4, 1)]
 

@@ -9,7 +9,7 @@ import torch
 
 import torchstrategy as ts
 from tests.estimator.hook_programs import Line, Recorder, batches, make_estimator
-from torchstrategy import log
+from torchstrategy.base import log
 from torchstrategy.estimator import evaluation, prediction
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
 from torchstrategy.strategies.default import DefaultStrategy

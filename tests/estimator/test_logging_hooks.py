@@ -188,7 +188,7 @@ def test_without_tensorboard_there_are_no_summaries(tmp_path, monkeypatch, lines
         raise ImportError("no tensorboard")
 
     monkeypatch.setattr("torchstrategy.summary.writer.import_tensorboard", missing)
-    monkeypatch.setattr("torchstrategy.log._said", set())
+    monkeypatch.setattr("torchstrategy.base.log._said", set())
     make_estimator(tmp_path, save_summary_steps=1).train(lambda: batches(number=2))
     assert not list(tmp_path.glob("events.*"))
     assert "No summaries are written, because TensorBoard is not installed." in lines()

@@ -18,7 +18,7 @@ from tests.gradients import edit_programs, parameter_programs, pass_programs
 from tests.gradients.early_job import Job, net, strategy_of
 from tests.gradients.pass_programs import Fails, plain
 from tests.programs import Lines
-from torchstrategy import log
+from torchstrategy.base import log
 
 PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
     function.__name__: function

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tests.collectives.groups import on_ranks
+from torchstrategy.base.options import PowerSGD
 from torchstrategy.gradients import power_sgd
 from torchstrategy.gradients.power_sgd import LowRankSums
-from torchstrategy.options import PowerSGD
 
 SHAPES = [(12, 7), (9,), (8, 3, 2, 2), (1, 50), (), (0, 4)]
 

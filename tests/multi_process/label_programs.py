@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy.labels import make_profiler
+from torchstrategy.base.labels import make_profiler
 
 NUM_WEIGHTS = 10_000
 

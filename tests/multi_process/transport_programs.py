@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import torchstrategy as ts
+from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives import process_group, shared_memory
 from torchstrategy.collectives.data_planes import from_bytes, to_bytes
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane
-from torchstrategy.options import CommunicationOptions
 
 LENGTHS = [0, 1, 3, 4096, 4097, 5000, 300_000, 1_000_003]  # up to 16 KiB float32 travels with the record
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 import cloudpickle
 import torch
 
+from torchstrategy.base.devices import Placement
 from torchstrategy.cluster_resolver import ClusterSpec
-from torchstrategy.devices import Placement
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.strategy import Strategy
 

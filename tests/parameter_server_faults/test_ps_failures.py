@@ -8,7 +8,7 @@ import torch
 
 import torchstrategy as ts
 from tests.parameter_server_faults.jobs import wait_until
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ from torch import nn
 import torchstrategy as ts
 from tests.parameter_server_faults.conftest import HEARTBEAT_S
 from tests.parameter_server_faults.jobs import wait_until
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 NUM_WORKERS = 3
 MAX_PENDING = 100

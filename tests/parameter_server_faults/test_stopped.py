@@ -7,7 +7,7 @@ import pytest
 import torchstrategy as ts
 from tests.parameter_server_faults.conftest import HEARTBEAT_S
 from tests.parameter_server_faults.jobs import wait_until
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ import torch
 import torchstrategy as ts
 from tests.parity.area_reduce import OPS, in_run, reduce_family, scope_variable, x
 from tests.parity.driver import context_name, mirrored, normalise, per_replica, replica_id
-from torchstrategy.devices import canonical_device, full_device_name
+from torchstrategy.base.devices import canonical_device, full_device_name
 
 # What a replica context has here and not in TF.
 ADDED_TO_CONTEXT = {"actual_batch_size", "mark_summed", "sum_gradients"}

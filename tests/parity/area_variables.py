@@ -10,7 +10,7 @@ import torch
 
 import torchstrategy as ts
 from tests.parity.driver import EXCEPTIONS, Raw, family, per_replica, replica_id
-from torchstrategy.devices import full_device_name
+from torchstrategy.base.devices import full_device_name
 
 variable_family = functools.partial(family, 4)
 

@@ -10,7 +10,7 @@ from torch import nn
 import torchstrategy as ts
 from tests.programs import guide_losses
 from tests.replicas.runs import Boom, all_reduce, assert_usable, replica_id
-from torchstrategy.log import info_once
+from torchstrategy.base.log import info_once
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_many_short_concurrent_runs(concurrent):
 
 
 def test_concurrent_replicas_say_a_message_once(concurrent, monkeypatch):
-    monkeypatch.setattr("torchstrategy.log._said", set())
+    monkeypatch.setattr("torchstrategy.base.log._said", set())
     said = []
-    monkeypatch.setattr("torchstrategy.log.logger.info", said.append)
+    monkeypatch.setattr("torchstrategy.base.log.logger.info", said.append)
     barrier = threading.Barrier(3)
 
     def fn(i):

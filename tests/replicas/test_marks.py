@@ -8,7 +8,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.programs import cpu_devices, strategy_for
-from torchstrategy import log
+from torchstrategy.base import log
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import torchstrategy as ts
 from tests.clusters import as_task, new_cluster
-from torchstrategy.context import current_frame, pop_frame, push_frame
+from torchstrategy.base.context import current_frame, pop_frame, push_frame
 from torchstrategy.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from torchstrategy.server import serve_until_chief_ends
 from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy import log
+from torchstrategy.base import log
 from torchstrategy.strategies.default import DefaultStrategy
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy import devices
+from torchstrategy.base import devices
 
 
 @pytest.fixture

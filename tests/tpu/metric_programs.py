@@ -9,8 +9,8 @@ import torchmetrics
 
 import torchstrategy as ts
 from tests.programs import cpu_devices
-from torchstrategy import tree
-from torchstrategy.devices import Placement
+from torchstrategy.base import tree
+from torchstrategy.base.devices import Placement
 from torchstrategy.spmd.metrics import SpmdMetrics
 
 METRICS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clusters import LAUNCHER_VARIABLES
-from torchstrategy import context
+from torchstrategy.base import context
 from torchstrategy.testing import ProcessPool
 from torchstrategy.testing.processes import process_context
 from torchstrategy.xla import system

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy as ts
-from torchstrategy.values import DistributedValues, PerReplica
+from torchstrategy.base.values import DistributedValues, PerReplica
 
 
 def on_devices(program, *args, **kwargs):

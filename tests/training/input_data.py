@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import torchstrategy as ts
 from tests.data.fake_workers import run_ranks
+from torchstrategy.base.values import get_shares
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.inputs import make_batches
-from torchstrategy.values import get_shares
 
 
 class Frame:

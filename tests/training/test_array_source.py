@@ -15,7 +15,7 @@ import torchstrategy as ts
 from tests.data.profiles import quick
 from tests.data.resuming import through_a_file
 from tests.training.input_data import joined, on_ranks, read, read_epochs, stand_in
-from torchstrategy.devices import Placement
+from torchstrategy.base.devices import Placement
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 from torchstrategy.training.inputs import make_batches
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy as ts
-from torchstrategy import log
+from torchstrategy.base import log
 
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(12, 4, generator=generator)

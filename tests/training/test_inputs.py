@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchstrategy as ts
 from tests.data.profiles import quick
 from tests.training.input_data import SHUFFLED, SOURCES, Batches, Examples, Frame, Stream, read, read_epochs, stand_in
-from torchstrategy.devices import Placement
+from torchstrategy.base.devices import Placement
 from torchstrategy.training.arguments import named_arguments
 from torchstrategy.training.batch_parts import check_first_batch
 from torchstrategy.training.inputs import make_batches, unpack_validation_data

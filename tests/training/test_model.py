@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy import log
+from torchstrategy.base import log
 from torchstrategy.errors import InvalidArgumentError
 
 TWO = ["cpu:0", "cpu:1"]

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.callbacks.base import Callback, Logs
 from torchstrategy.callbacks.model_checkpoint import check_save_freq
 from torchstrategy.checkpoint.atomic import SUFFIX, read_index
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
-from torchstrategy.log import logger
 from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["BackupAndRestore"]

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy.base.log import logger
 from torchstrategy.callbacks.base import HOOKS, Callback, Logs
 from torchstrategy.callbacks.history import History
 from torchstrategy.callbacks.hook_names import describe_non_callback, warn_of_unknown_hooks
 from torchstrategy.callbacks.progress import ProgbarLogger, check_verbose
 from torchstrategy.callbacks.torch_scheduler import TorchLRScheduler
-from torchstrategy.log import logger
 
 __all__ = ["CallbackList"]
 

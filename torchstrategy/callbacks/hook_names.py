@@ -7,8 +7,8 @@ import functools
 import inspect
 from typing import Any
 
+from torchstrategy.base.log import warn_once
 from torchstrategy.callbacks.base import HOOKS, Callback
-from torchstrategy.log import warn_once
 
 __all__ = ["closest_hook", "describe_non_callback", "warn_of_unknown_hooks"]
 

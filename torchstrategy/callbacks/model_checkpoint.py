@@ -10,10 +10,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from torchstrategy.base.log import warn_once
 from torchstrategy.callbacks.base import Callback, Logs, is_chief
 from torchstrategy.callbacks.monitor import Goal, check_mode, find_goal
 from torchstrategy.callbacks.output import print_line
-from torchstrategy.log import warn_once
 
 __all__ = ["FINISHED", "ModelCheckpoint"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchstrategy.log import warn_once
+from torchstrategy.base.log import warn_once
 
 __all__ = ["Goal", "check_mode", "find_goal", "read_monitored"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from torchstrategy.log import guard_lines
+from torchstrategy.base.log import guard_lines
 
 __all__ = ["is_notebook", "make_bar", "print_line", "shows_bars"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import profiler
 
-from torchstrategy.labels import make_profiler
+from torchstrategy.base.labels import make_profiler
 
 __all__ = ["BatchProfiler", "parse_profile_batch"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from torchstrategy.base.log import info_once, warning_once
 from torchstrategy.callbacks.base import Callback, Logs, is_chief
 from torchstrategy.callbacks.model_graph import model_graph
 from torchstrategy.callbacks.profiling import BatchProfiler, parse_profile_batch
 from torchstrategy.callbacks.rates import learning_rates
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
-from torchstrategy.log import info_once, warning_once
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.summary import SummaryWriter, create_file_writer, histogram, scalar
 from torchstrategy.summary.writer import import_tensorboard

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.restoration import Restoration, join
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.checkpoint.tracked import Plan, Tracked
-from torchstrategy.context import current_replica_context
-from torchstrategy.log import logger
 from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from torchstrategy.base.log import warning_once
 from torchstrategy.checkpoint.atomic import SUFFIX, index_path, read_index
-from torchstrategy.log import warning_once
 
 __all__ = ["CheckpointState", "get_checkpoint_state", "latest_checkpoint"]
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_index, write_index
 from torchstrategy.checkpoint.checkpoint import Checkpoint, check_options
-from torchstrategy.log import logger
 
 __all__ = ["CheckpointManager"]
 

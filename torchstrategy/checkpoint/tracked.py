@@ -16,8 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy import errors
+from torchstrategy.base.options import VariableAggregation
 from torchstrategy.checkpoint.plain import to_plain
-from torchstrategy.options import VariableAggregation
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from torchstrategy.base.version import __version__
 from torchstrategy.cli import doctor, keys, launch, server, verify
-from torchstrategy.version import __version__
 
 __all__ = ["main"]
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from torchstrategy.base.version import __version__
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.report import Finding, Status
 from torchstrategy.cluster_resolver.job import Job
-from torchstrategy.version import __version__
 
 __all__ = ["check_backends", "check_cores", "check_gpus", "check_open_files", "check_shared_memory", "check_versions"]
 

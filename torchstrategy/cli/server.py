@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 
+from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
-from torchstrategy.log import logger, show_info
 from torchstrategy.server import Server
 
 __all__ = ["add_arguments", "run"]

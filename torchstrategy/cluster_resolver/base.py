@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+from torchstrategy.base.devices import visible_devices
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.devices import visible_devices
 
 __all__ = ["ClusterResolver", "format_master_url", "visible_accelerators"]
 

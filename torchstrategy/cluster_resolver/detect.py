@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.address import split_address
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
@@ -19,7 +20,6 @@ from torchstrategy.cluster_resolver.multi_worker_util import (
 from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver, is_step_of_several
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver, names_no_cluster
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver, TorchrunEnvironment
-from torchstrategy.log import warn_once
 
 __all__ = ["explain", "find_job"]
 

@@ -6,8 +6,8 @@ tasks of the job ``worker``, in this order.
 
 from __future__ import annotations
 
+from torchstrategy.base.context import current_frame
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec, ClusterSpecLike
-from torchstrategy.context import current_frame
 
 __all__ = [
     "collective_leader",

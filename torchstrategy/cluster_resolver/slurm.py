@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
-from torchstrategy.log import warn_once
 
 __all__ = ["SlurmClusterResolver", "is_step_of_several"]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchstrategy.base.options import PowerSGD
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import C10dPlane, DataPlane, NcclPlane, Wait, outlive_program
 from torchstrategy.collectives.summing import sum_in_order
-from torchstrategy.options import PowerSGD
 
 __all__ = ["NarrowPlane", "compressed"]
 

@@ -22,10 +22,10 @@ from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.log import logger
 from torchstrategy.collectives.connections import lookup_name
 from torchstrategy.collectives.control_peer import Message, Peer, frame, lost_record, read_exactly, read_frame
-from torchstrategy.heartbeat import heartbeat_seconds
-from torchstrategy.log import logger
 
 __all__ = ["ControlPlane"]
 

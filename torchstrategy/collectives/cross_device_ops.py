@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.devices import canonical_device, tensor_device
+from torchstrategy.base.log import warn_once
+from torchstrategy.base.options import CommunicationOptions, ReduceOp
+from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
 from torchstrategy.collectives.packing import memory_order, pack, split_into_packs, unpack
-from torchstrategy.devices import canonical_device, tensor_device
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.log import warn_once
-from torchstrategy.options import CommunicationOptions, ReduceOp
-from torchstrategy.values import DistributedValues, Mirrored, PerReplica
 
 __all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice", "sum_gradients"]
 

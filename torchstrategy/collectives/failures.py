@@ -19,11 +19,11 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.log import logger
 from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.collectives.control_peer import Message, lost_record
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
-from torchstrategy.heartbeat import heartbeat_seconds
-from torchstrategy.log import logger
 
 __all__ = ["FailureWatch", "describe"]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import DistError
 
+from torchstrategy.base.devices import local_devices, visible_devices
+from torchstrategy.base.options import CommunicationOptions
+from torchstrategy.base.version import __version__
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.rendezvous import meet, raise_lost_store
-from torchstrategy.devices import local_devices, visible_devices
-from torchstrategy.options import CommunicationOptions
-from torchstrategy.version import __version__
 
 if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime

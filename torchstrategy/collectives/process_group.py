@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from torchstrategy.base.labels import label
+from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
+from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import SumPlane, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.packing import as_bytes, group_by_layout, pack, plan_buckets, unpack, unpack_copies
@@ -28,9 +31,6 @@ from torchstrategy.collectives.routes import (
 )
 from torchstrategy.collectives.summing import is_addable, sum_columns
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.labels import label
-from torchstrategy.log import info_once, set_rank, show_info, warning_once
-from torchstrategy.options import CommunicationOptions
 
 if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime

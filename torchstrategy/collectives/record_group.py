@@ -18,6 +18,8 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from torchstrategy.base.labels import label
+from torchstrategy.base.log import warn_once
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.failures import describe
@@ -30,8 +32,6 @@ from torchstrategy.errors import (
     OpError,
     ReplicaFailedError,
 )
-from torchstrategy.labels import label
-from torchstrategy.log import warn_once
 
 __all__ = ["RecordGroup", "check_equal"]
 

@@ -18,8 +18,8 @@ from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import Ask, Channel, Check, connect_ranks, lookup_name
-from torchstrategy.labels import label
 
 __all__ = ["MAX_BODY_BYTES", "MAX_MESH_SIZE", "RecordMesh", "RecordTree", "Records", "connect_records"]
 

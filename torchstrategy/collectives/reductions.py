@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.options import ReduceOp
+from torchstrategy.base.values import PerReplica
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.options import ReduceOp
-from torchstrategy.values import PerReplica
 
 __all__ = [
     "all_reduce",

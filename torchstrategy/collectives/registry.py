@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torchstrategy.base.options import register_implementation_name
 from torchstrategy.collectives.data_planes import C10dPlane, DataPlane
-from torchstrategy.options import register_implementation_name
 
 __all__ = ["Factory", "make_registered_plane", "register_communication"]
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from torchstrategy.base.log import warning_once
+from torchstrategy.base.options import CommunicationImplementation, PowerSGD
 from torchstrategy.collectives.compression import compressed
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import (
@@ -31,8 +33,6 @@ from torchstrategy.collectives.rendezvous import Meeting
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane, share_memory
 from torchstrategy.collectives.threaded_plane import ThreadedPlane
 from torchstrategy.collectives.xla_plane import XlaPlane
-from torchstrategy.log import warning_once
-from torchstrategy.options import CommunicationImplementation, PowerSGD
 
 if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime

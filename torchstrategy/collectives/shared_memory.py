@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import Channel, Check, connect_ranks
 from torchstrategy.collectives.summing import as_addable, sum_in_order
-from torchstrategy.labels import label
 
 __all__ = ["SharedMemoryPlane", "share_memory"]
 

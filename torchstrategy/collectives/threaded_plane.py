@@ -12,9 +12,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import SumPlane, Wait, outlive_program, route_of
-from torchstrategy.labels import label
 
 __all__ = ["ThreadedPlane"]
 

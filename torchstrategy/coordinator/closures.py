@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torchstrategy.base.log import logger
 from torchstrategy.coordinator.remote_value import WAKE_UP_S, Idle, RemoteValue
 from torchstrategy.errors import CancelledError
-from torchstrategy.log import logger
 from torchstrategy.transport.messages import Message
 
 __all__ = ["Closure", "ClosureQueue"]

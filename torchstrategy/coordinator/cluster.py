@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from torchstrategy.base.log import logger
 from torchstrategy.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.coordinator.per_worker import Resource, Resources
 from torchstrategy.coordinator.worker import Worker, add_note
 from torchstrategy.errors import UnavailableError
-from torchstrategy.log import logger
 from torchstrategy.transport.messages import Message
 
 __all__ = ["Backend", "Cluster"]

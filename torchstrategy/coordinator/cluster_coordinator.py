@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.labels import label
+from torchstrategy.base.log import logger
 from torchstrategy.coordinator.backend import StrategyBackend
 from torchstrategy.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.coordinator.cluster import Cluster
@@ -25,8 +27,6 @@ from torchstrategy.coordinator.remote_value import RemoteValue
 from torchstrategy.coordinator.timers import Timers
 from torchstrategy.coordinator.watchdog import Watchdog
 from torchstrategy.errors import UnavailableError
-from torchstrategy.labels import label
-from torchstrategy.log import logger
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["ClusterCoordinator"]

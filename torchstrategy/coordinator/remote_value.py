@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
-from torchstrategy.labels import label
+from torchstrategy.base import tree
+from torchstrategy.base.labels import label
 
 __all__ = ["Idle", "RemoteValue"]
 

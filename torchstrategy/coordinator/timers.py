@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 __all__ = ["Timers"]
 

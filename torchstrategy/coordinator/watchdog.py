@@ -8,8 +8,8 @@ import time
 import traceback
 from functools import partial
 
+from torchstrategy.base.log import logger
 from torchstrategy.coordinator.cluster import Cluster
-from torchstrategy.log import logger
 
 __all__ = ["Watchdog", "stacks"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchstrategy.base.log import logger
 from torchstrategy.coordinator.closures import Closure
 from torchstrategy.coordinator.per_worker import Resource
 from torchstrategy.errors import UnavailableError
-from torchstrategy.log import logger
 from torchstrategy.parameter_server.results import decode_error, decode_result
 from torchstrategy.transport.messages import Message
 from torchstrategy.transport.replies import FencedError, rebuild_error

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import typing
 
-from torchstrategy import later
+from torchstrategy.base import later
 
 if typing.TYPE_CHECKING:
+    from torchstrategy.base.options import AutoShardPolicy
     from torchstrategy.data import experimental, readers
     from torchstrategy.data.batch import TensorSpec
     from torchstrategy.data.pipeline.dataset import AUTOTUNE, Dataset, TextLineDataset
     from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY
     from torchstrategy.data.pipeline.options import Options
     from torchstrategy.data.splitters import register_splitter
-    from torchstrategy.options import AutoShardPolicy
 
 __all__ = [
     "AUTOTUNE",
@@ -33,7 +33,7 @@ __all__ = [
 #: Programs that bring a DataLoader or arrays need none of these modules.
 _LATER = {
     "AUTOTUNE": "torchstrategy.data.pipeline.dataset",
-    "AutoShardPolicy": "torchstrategy.options",
+    "AutoShardPolicy": "torchstrategy.base.options",
     "Dataset": "torchstrategy.data.pipeline.dataset",
     "INFINITE_CARDINALITY": "torchstrategy.data.pipeline.op",
     "Options": "torchstrategy.data.pipeline.options",

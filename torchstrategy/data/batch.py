@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.values import BatchShares
 from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.split import share_bounds, share_sizes
 from torchstrategy.data.splitters import Splittable, as_splittable
-from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.values import BatchShares
 
 __all__ = [
     "Components",

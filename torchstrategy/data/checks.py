@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.log import warn_once, warning_once
 from torchstrategy.data.agreement import Workers, known_length
 from torchstrategy.data.batch import Components, component_kind
 from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.numpy import ArrayDataset
-from torchstrategy.devices import Placement
 from torchstrategy.errors import DisagreementError
-from torchstrategy.log import warn_once, warning_once
 
 __all__ = [
     "check_first_batch",

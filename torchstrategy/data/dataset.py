@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.labels import label
+from torchstrategy.base.log import logger
+from torchstrategy.base.options import InputOptions
+from torchstrategy.base.values import PerReplica
 from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import LocalBatch, describe
 from torchstrategy.data.policy import Sharding
 from torchstrategy.data.position import Position, check_state
 from torchstrategy.data.prefetch import DeviceCopies, InFlight
 from torchstrategy.data.sources import Reading, Source
-from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
-from torchstrategy.labels import label
-from torchstrategy.log import logger
-from torchstrategy.options import InputOptions
-from torchstrategy.values import PerReplica
 
 __all__ = ["DistributedDataset", "DistributedIterator", "OptionalElement"]
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from torchstrategy.data.agreement import Workers, check_equal
 from torchstrategy.data.checks import checksum, note_small_batch
 from torchstrategy.data.context import InputContext
@@ -23,9 +25,7 @@ from torchstrategy.data.own_streams import OwnStreams
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.policy import choose_sharding, shard
 from torchstrategy.data.sources import Source, WholeBatches
-from torchstrategy.devices import Placement
 from torchstrategy.errors import UnimplementedError
-from torchstrategy.options import AutoShardPolicy, InputOptions, InputReplicationMode
 
 __all__ = ["distribute_dataset", "distribute_from_function"]
 

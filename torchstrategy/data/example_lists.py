@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 
 __all__ = ["Examples", "with_example_lists"]
 

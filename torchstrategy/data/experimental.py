@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchstrategy.base.options import AutoShardPolicy
 from torchstrategy.data.pipeline.dataset import AUTOTUNE, Dataset
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY
-from torchstrategy.options import AutoShardPolicy
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "SHARD_HINT", "UNKNOWN_CARDINALITY", "AutoShardPolicy", "cardinality"]
 

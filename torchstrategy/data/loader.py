@@ -20,6 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.log import warn_once
+from torchstrategy.base.values import BatchShares
 from torchstrategy.data.agreement import OrderDigest, SharedStream, Workers, check_equal, find_generators, known_length
 from torchstrategy.data.batch import (
     Components,
@@ -36,10 +39,7 @@ from torchstrategy.data.checks import check_first_batch, held_data
 from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
 from torchstrategy.data.sources import splittable_element
-from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.log import warn_once
-from torchstrategy.values import BatchShares
 
 __all__ = ["IndexedLoader", "has_index_batches"]
 

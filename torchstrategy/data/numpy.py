@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["ArrayBatches", "ArrayDataset", "make_numpy_dataset"]

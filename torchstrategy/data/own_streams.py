@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchstrategy.base.devices import Placement
 from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import (
     Components,
@@ -23,7 +24,6 @@ from torchstrategy.data.input_pipelines import Make, PipelineReader, PipelinesPo
 from torchstrategy.data.rounds import Rounds
 from torchstrategy.data.sources import splittable_element
 from torchstrategy.data.split import minibatch_sizes
-from torchstrategy.devices import Placement
 from torchstrategy.errors import DisagreementError
 
 __all__ = ["OwnStreams"]

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from torchstrategy.base.log import logger
+from torchstrategy.base.options import AutoShardPolicy
 from torchstrategy.data.agreement import Workers, check_equal
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.errors import InvalidArgumentError, NotFoundError
-from torchstrategy.log import logger
-from torchstrategy.options import AutoShardPolicy
 
 __all__ = ["Sharding", "choose_sharding", "shard"]
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from torchstrategy.base.log import logger, warn_once
 from torchstrategy.data.agreement import SharedStream, Workers, find_generators
 from torchstrategy.data.checks import raw_bytes
 from torchstrategy.data.numpy import ArrayBatches
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.log import logger, warn_once
 
 __all__ = [
     "END",

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.values import BatchShares, PerReplica, set_shares
 from torchstrategy.data.batch import LocalBatch, as_given
 from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.splitters import Splittable
-from torchstrategy.devices import Placement, tensor_device
-from torchstrategy.values import BatchShares, PerReplica, set_shares
 
 __all__ = ["DeviceCopies", "InFlight"]
 

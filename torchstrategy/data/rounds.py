@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.values import BatchShares
 from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import (
     Components,
@@ -23,7 +24,6 @@ from torchstrategy.data.batch import (
 )
 from torchstrategy.data.checks import check_kinds, kind_of
 from torchstrategy.errors import DisagreementError
-from torchstrategy.values import BatchShares
 
 __all__ = ["Rounds"]
 

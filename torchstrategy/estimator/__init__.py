@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-from torchstrategy import later
+from torchstrategy.base import later
 
 if typing.TYPE_CHECKING:
     from torchstrategy.estimator import experimental, export

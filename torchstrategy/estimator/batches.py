@@ -6,15 +6,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.log import logger
+from torchstrategy.base.values import get_shares, select_replica
 from torchstrategy.data.distribute import distribute_from_function
 from torchstrategy.estimator.building import Definition
 from torchstrategy.estimator.input_fn import as_dataset, call_input_fn, parse_element
 from torchstrategy.estimator.specs import ModeKeys
-from torchstrategy.log import logger
 from torchstrategy.strategies.default import DefaultStrategy
 from torchstrategy.strategy import Strategy
-from torchstrategy.values import get_shares, select_replica
 
 __all__ = ["Batches", "open_batches"]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import index_path
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.errors import DataLossError, NotFoundError
@@ -20,7 +21,6 @@ from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.estimator.train_ops import TrainOps
 from torchstrategy.estimator.variables import MODEL
-from torchstrategy.log import logger
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy

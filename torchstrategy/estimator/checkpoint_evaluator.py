@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import SUFFIX, write_file
 from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.hooks import CheckpointSaverListener
 from torchstrategy.estimator.specs import EvalSpec
 from torchstrategy.estimator.timers import SecondOrStepTimer
-from torchstrategy.log import logger
 
 __all__ = ["CheckpointEvaluator", "EndOfTraining", "EvaluatingListener", "Evaluation", "evaluate_continuously"]
 

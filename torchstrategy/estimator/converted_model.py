@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF_KEY, PredictOutput
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
-from torchstrategy.layer_losses import losses_of
-from torchstrategy.log import logger
+from torchstrategy.losses.layer_losses import losses_of
 from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import get_strategy, has_strategy
 from torchstrategy.training.calling import call_arguments

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torchstrategy.base.log import logger, show_info
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator import evaluation, prediction, training
@@ -22,7 +23,6 @@ from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys, check_hooks, 
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
 from torchstrategy.estimator.variables import as_array, load_variables
 from torchstrategy.estimator.warm_start import WarmStartSettings, as_settings
-from torchstrategy.log import logger, show_info
 
 __all__ = ["Estimator"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.log_values import show_value
-from torchstrategy.log import logger
 
 __all__ = ["read_eval_metrics", "write_eval_metrics"]
 

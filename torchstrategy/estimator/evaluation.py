@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.log import logger
+from torchstrategy.base.values import get_shares
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.cluster_resolver.torchrun import training_nothing
 from torchstrategy.estimator.batches import open_batches
@@ -25,12 +27,10 @@ from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean, total
 from torchstrategy.estimator.variables import as_array
-from torchstrategy.log import logger
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategy import Strategy
-from torchstrategy.values import get_shares
 
 __all__ = ["EvaluationStepsHook", "evaluate_model", "find_checkpoint"]
 

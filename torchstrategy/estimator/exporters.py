@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
-from torchstrategy.log import logger
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.estimator import Estimator

@@ -7,8 +7,8 @@ from contextvars import ContextVar
 
 import torch
 
-from torchstrategy.context import set_within
-from torchstrategy.options import VariableAggregation
+from torchstrategy.base.context import set_within
+from torchstrategy.base.options import VariableAggregation
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["GLOBAL_STEP", "as_current", "current_global_step", "make_global_step"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from torchstrategy.base.tree import map_leaves
 from torchstrategy.estimator.global_step import as_current
-from torchstrategy.tree import map_leaves
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from torchstrategy.base.log import logger
 from torchstrategy.data.context import InputContext
 from torchstrategy.estimator.arguments import argument_names
-from torchstrategy.log import logger
 
 __all__ = ["RepeatedBatch", "as_dataset", "call_input_fn", "parse_element"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.hook_targets import check_estimator, is_asynchronous
 from torchstrategy.estimator.hooks import SessionRunHook
 from torchstrategy.estimator.specs import ModeKeys
-from torchstrategy.log import logger
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.estimator import Estimator

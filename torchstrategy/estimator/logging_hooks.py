@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchstrategy.estimator.log_values import show_value
 from torchstrategy.estimator.summary_files import open_writer
 from torchstrategy.estimator.timers import SecondOrStepTimer
-from torchstrategy.log import logger
 from torchstrategy.summary import SummaryWriter, scalar
 
 if TYPE_CHECKING:

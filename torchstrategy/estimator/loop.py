@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torchstrategy.base.labels import label
 from torchstrategy.estimator.batches import Batches
 from torchstrategy.estimator.hooks import HookCalls, SessionRunHook
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.steps import StepResult
-from torchstrategy.labels import label
 from torchstrategy.strategy import Strategy
 
 __all__ = ["reporting_failures", "run_steps"]

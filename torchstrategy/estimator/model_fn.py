@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.arguments import argument_names
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
-from torchstrategy.log import logger
 
 __all__ = ["call_model_fn", "check_spec", "verify_model_fn_args"]
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.estimator.task import Task, TaskType, read_task
-from torchstrategy.log import logger
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.strategies.tpu import TPUStrategy
 from torchstrategy.strategy import Strategy

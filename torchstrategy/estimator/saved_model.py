@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.log import logger
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import build_restored
 from torchstrategy.estimator.export_outputs import ExportOutput
 from torchstrategy.estimator.serving_input import ServingInputReceiver
 from torchstrategy.estimator.specs import ModeKeys
-from torchstrategy.log import logger
 from torchstrategy.training.calling import describe_data
 from torchstrategy.training.export import trace
 

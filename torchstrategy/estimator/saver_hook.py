@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.estimator.hooks import (
     CheckpointSaverListener,
@@ -17,7 +18,6 @@ from torchstrategy.estimator.hooks import (
     SessionRunValues,
 )
 from torchstrategy.estimator.timers import SecondOrStepTimer
-from torchstrategy.log import logger
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session

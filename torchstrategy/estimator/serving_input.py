@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 
 __all__ = ["ServingInputReceiver", "TensorServingInputReceiver", "build_raw_serving_input_receiver_fn"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 
 __all__ = ["StepResult", "compute_loss", "detached", "is_first_here", "mean", "total"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchstrategy.log import logger
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from torchstrategy.log import info_once
+from torchstrategy.base.log import info_once
 from torchstrategy.summary import SummaryWriter, create_file_writer, create_noop_writer
 
 __all__ = ["open_writer"]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchstrategy.base.labels import make_profiler
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchstrategy.estimator.logging_hooks import name_fetches
 from torchstrategy.estimator.summary_files import open_writer
 from torchstrategy.estimator.timers import SecondOrStepTimer
-from torchstrategy.labels import make_profiler
-from torchstrategy.log import logger
 from torchstrategy.summary import SummaryWriter, scalar
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchstrategy.base.log import logger
 from torchstrategy.estimator.variables import OPTIMIZER, VARIABLE_NAMES, OptimizerNames
-from torchstrategy.log import logger
 from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["TrainOps"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.errors import NotFoundError
@@ -28,7 +29,6 @@ from torchstrategy.estimator.stopping_hooks import NanTensorHook
 from torchstrategy.estimator.summary_hooks import SummarySaverHook
 from torchstrategy.estimator.variables import load_global_step
 from torchstrategy.estimator.warm_start import WarmStartSettings, warm_start
-from torchstrategy.log import logger
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context

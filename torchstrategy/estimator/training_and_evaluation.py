@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torchstrategy.base.log import logger, show_info
 from torchstrategy.estimator.checkpoint_evaluator import (
     CheckpointEvaluator,
     EndOfTraining,
@@ -14,7 +15,6 @@ from torchstrategy.estimator.checkpoint_evaluator import (
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.specs import EvalSpec, TrainSpec
 from torchstrategy.estimator.task import TaskType
-from torchstrategy.log import logger, show_info
 
 __all__ = ["train_and_evaluate"]
 

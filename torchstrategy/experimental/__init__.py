@@ -1,17 +1,17 @@
 """Names that tf.distribute keeps under ``experimental``."""
 
 from torchstrategy import coordinator
+from torchstrategy.base.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
+from torchstrategy.base.options import CommunicationImplementation as CollectiveCommunication
+from torchstrategy.base.values import ValueContext
 from torchstrategy.collectives.registry import register_communication
 from torchstrategy.experimental import partitioners
-from torchstrategy.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
-from torchstrategy.options import CommunicationImplementation as CollectiveCommunication
 from torchstrategy.strategies.central_storage import CentralStorageStrategy
 from torchstrategy.strategies.multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.strategies.tpu import TPUStrategy
-from torchstrategy.values import ValueContext
 
 __all__ = [
     "CentralStorageStrategy",

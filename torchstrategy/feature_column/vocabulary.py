@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchstrategy.base.log import logger
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.feature_column.base import CategoricalColumn, check_dtype, check_key
 from torchstrategy.feature_column.features import Features, Ids
 from torchstrategy.feature_column.fingerprint import bucket_of
 from torchstrategy.feature_column.strings import as_strings
-from torchstrategy.log import logger
 
 __all__ = [
     "VocabularyFileCategoricalColumn",

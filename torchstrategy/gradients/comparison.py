@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from torchstrategy.base.fingerprints import fingerprints
+from torchstrategy.base.log import warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
-from torchstrategy.fingerprints import fingerprints
-from torchstrategy.log import warning_once
 from torchstrategy.replicas.divergence import difference
 
 __all__ = ["compare_between_ranks", "differences_between_ranks"]

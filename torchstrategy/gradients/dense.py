@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.log import info_once
+from torchstrategy.base.options import CommunicationOptions, PowerSGD
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, sum_gradients
 from torchstrategy.collectives.packing import pack, plan_buckets, unpack
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.devices import Placement
 from torchstrategy.gradients.power_sgd import LowRankSums
-from torchstrategy.log import info_once
-from torchstrategy.options import CommunicationOptions, PowerSGD
 
 __all__ = ["DenseSums", "sum_in_buckets"]
 

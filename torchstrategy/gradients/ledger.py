@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.fingerprints import fingerprints
 from torchstrategy.collectives.call_site import call_site
-from torchstrategy.fingerprints import fingerprints
 
 __all__ = ["GradientLedger", "Note", "State"]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy.log import info_once
-from torchstrategy.options import PowerSGD
+from torchstrategy.base.log import info_once
+from torchstrategy.base.options import PowerSGD
 
 __all__ = ["LowRankSums"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.base.options import VariableSynchronization
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
 from torchstrategy.gradients.watching import guard_parameter
-from torchstrategy.options import VariableSynchronization
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable
 

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.fingerprints import fingerprints
+from torchstrategy.base.log import warn_once
+from torchstrategy.base.options import CommunicationOptions, ReduceOp
+from torchstrategy.base.values import PerReplica
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.packing import in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.devices import Placement, tensor_device
 from torchstrategy.errors import DisagreementError
-from torchstrategy.fingerprints import fingerprints
 from torchstrategy.gradients.comparison import compare_between_ranks
 from torchstrategy.gradients.dense import DenseSums, sum_in_buckets
 from torchstrategy.gradients.early import EarlyReport, EarlySums
@@ -28,13 +31,10 @@ from torchstrategy.gradients.ledger import GradientLedger, State
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
 from torchstrategy.gradients.plan import Plan, Plans, describe_layout
 from torchstrategy.gradients.sync_check import names_of
-from torchstrategy.log import warn_once
-from torchstrategy.options import CommunicationOptions, ReduceOp
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.hyper_parameters import check_rows, hyper_parameters
 from torchstrategy.replicas.hyper_parameters import digest as digest_of
-from torchstrategy.values import PerReplica
 
 __all__ = [
     "GradientSum",

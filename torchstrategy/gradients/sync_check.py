@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchstrategy.base.log import logger
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError, DivergenceError
 from torchstrategy.gradients.comparison import differences_between_ranks
-from torchstrategy.log import logger
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference
 from torchstrategy.replicas.hosting import Hosting

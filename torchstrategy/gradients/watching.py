@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
 from torchstrategy.replicas.hooks import own_hook
 
 __all__ = ["guard_parameter", "watched"]

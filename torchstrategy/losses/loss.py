@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.context import set_within
+from torchstrategy.base.context import set_within
 from torchstrategy.losses.arguments import as_tensor
 from torchstrategy.strategies.default import get_strategy, has_strategy
 

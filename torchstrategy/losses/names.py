@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torchstrategy.base.names import find
 from torchstrategy.losses import crossentropies, distributions, hinges, regression
 from torchstrategy.losses.loss import Loss
-from torchstrategy.names import find
 
 __all__ = ["REMEDY", "get"]
 

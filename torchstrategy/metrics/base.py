@@ -15,11 +15,11 @@ import torch
 import torchmetrics
 from torch import Tensor
 
-from torchstrategy import tree
-from torchstrategy.context import current_replica_context
-from torchstrategy.log import warn_once
-from torchstrategy.names import snake_case
-from torchstrategy.options import VariableAggregation
+from torchstrategy.base import tree
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.log import warn_once
+from torchstrategy.base.names import snake_case
+from torchstrategy.base.options import VariableAggregation
 from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["Metric", "as_dtype", "sum_dtype"]

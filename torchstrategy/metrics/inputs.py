@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.values import DistributedValues
+from torchstrategy.base.values import DistributedValues
 
 __all__ = ["as_pair", "as_tensor", "flaw_of", "matching_weight", "same_shape_pair"]
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from torchstrategy import losses
+from torchstrategy.base.names import find, snake_case
 from torchstrategy.metrics import auc, classification, confusion, mean, regression
 from torchstrategy.metrics.classification import equal_above, in_top_k_dense, in_top_k_sparse
 from torchstrategy.metrics.inputs import as_pair
 from torchstrategy.metrics.mean import MeanMetricWrapper
-from torchstrategy.names import find, snake_case
 
 __all__ = ["REMEDY", "accuracy_by_shapes", "crossentropy_by_shapes", "get", "with_logits"]
 

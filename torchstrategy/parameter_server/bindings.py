@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy.devices import tensor_device
+from torchstrategy.base.devices import tensor_device
 from torchstrategy.parameter_server.behind import ParameterBehind, PulledParameter
 from torchstrategy.parameter_server.rows import rows_of
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from torchstrategy.base.labels import label
 from torchstrategy.errors import UnavailableError
-from torchstrategy.labels import label
 from torchstrategy.parameter_server.layout import VariableSpec
 from torchstrategy.parameter_server.optimizer_states import JoinedState, cut_state, pack_state, unpack_state
 from torchstrategy.parameter_server.requests import Place, Requests, add_sparse, by_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
-from torchstrategy.context import set_within
+from torchstrategy.base.context import set_within
 
 __all__ = ["as_worker", "current_worker_index"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
-from torchstrategy.log import logger
 from torchstrategy.transport.channel import TensorChannel
 from torchstrategy.transport.loop import ControlLoop, Peer
 from torchstrategy.transport.messages import Message

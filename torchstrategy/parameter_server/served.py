@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchstrategy.context import current_frame
+from torchstrategy.base.context import current_frame
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, can_require_grad
 from torchstrategy.parameter_server.rows import check_padding_index, to_row_numbers, to_row_values

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchstrategy.log import warn_once
+from torchstrategy.base.log import warn_once
 from torchstrategy.parameter_server.bindings import Binding, Kind, RefreshWhenCalled
 from torchstrategy.parameter_server.optimizers import OptimizerLink
 from torchstrategy.parameter_server.served import NO_HOOKS, Served, make_served, serve, served_class

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.context import current_replica_context
-from torchstrategy.options import VariableAggregation
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.options import VariableAggregation
 from torchstrategy.parameter_server.served import ServedVariable
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import fitting

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from torchstrategy.log import logger
 from torchstrategy.parameter_server.client import ParameterClient
 from torchstrategy.parameter_server.layout import VariableSpec
 from torchstrategy.parameter_server.links import (

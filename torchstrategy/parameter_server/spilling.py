@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from torchstrategy.context import set_within
+from torchstrategy.base.context import set_within
 
 __all__ = ["new_tensor", "spilled_to"]
 

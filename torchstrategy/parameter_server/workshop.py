@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchstrategy.context import Frame, pop_frame, push_frame
-from torchstrategy.labels import label
-from torchstrategy.options import VariableAggregation, VariableSynchronization
+from torchstrategy.base.context import Frame, pop_frame, push_frame
+from torchstrategy.base.labels import label
+from torchstrategy.base.options import VariableAggregation, VariableSynchronization
 from torchstrategy.parameter_server.behind import PulledParameter
 from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, RefreshWhenCalled, can_require_grad
 from torchstrategy.parameter_server.client import ParameterClient

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-from torchstrategy.devices import tensor_device
+from torchstrategy.base.devices import tensor_device
 
 __all__ = ["CallerModes", "on_device", "refuse_modes"]
 

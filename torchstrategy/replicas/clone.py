@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchstrategy import tree
-from torchstrategy.context import current_frame
-from torchstrategy.devices import tensor_device
+from torchstrategy.base import tree
+from torchstrategy.base.context import current_frame
+from torchstrategy.base.devices import tensor_device
 from torchstrategy.replicas.adapters import prepare_body
 from torchstrategy.replicas.copies import (
     Memo,

@@ -18,14 +18,14 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from torchstrategy.context import current_replica_context
-from torchstrategy.devices import tensor_device
-from torchstrategy.options import ReduceOp, VariableAggregation
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.options import ReduceOp, VariableAggregation
+from torchstrategy.base.values import DistributedValues, PerReplica
 from torchstrategy.replicas.adapters import HandleOfAll
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy, write
-from torchstrategy.values import DistributedValues, PerReplica
 
 __all__ = [
     "VALUE_PROPERTIES",

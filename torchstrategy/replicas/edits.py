@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchstrategy.base.log import info_once
 from torchstrategy.errors import DivergenceError
-from torchstrategy.log import info_once
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.divergence import describe_divergence, differences_between_copies
 from torchstrategy.replicas.variables import Variable

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from torchstrategy.base.devices import tensor_device
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock, can_map, make_block, share_block
-from torchstrategy.devices import tensor_device
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.host_places import Place

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.base.log import warn_once
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock
 from torchstrategy.collectives.packing import in_memory_order, memory_order
-from torchstrategy.log import warn_once
 
 __all__ = ["StateSharing"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from torchstrategy.base.context import Frame, pop_frame, push_frame
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.context import Frame, pop_frame, push_frame
-from torchstrategy.devices import Placement
-from torchstrategy.labels import label
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
 from torchstrategy.replicas.caller_modes import on_device
 from torchstrategy.replicas.clone import Slot

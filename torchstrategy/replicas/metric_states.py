@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchstrategy import tree
-from torchstrategy.devices import tensor_device
+from torchstrategy.base import tree
+from torchstrategy.base.devices import tensor_device
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.record import unrecorded
 

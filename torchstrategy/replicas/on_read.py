@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.options import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrategy.collectives.reductions import reduce
-from torchstrategy.options import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrategy.replicas.distributed_variables import (
     VALUE_PROPERTIES,
     DistributedVariable,

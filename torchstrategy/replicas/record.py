@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy.context import current_frame
+from torchstrategy.base.context import current_frame
 
 __all__ = [
     "Record",

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 __all__ = ["MergeRequest", "Runner", "Turns"]
 

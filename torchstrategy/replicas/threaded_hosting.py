@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from torchstrategy.base.context import Frame, pop_frame, push_frame
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.host_memory import keep_freed_memory
+from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.context import Frame, pop_frame, push_frame
-from torchstrategy.devices import Placement
 from torchstrategy.errors import DivergenceError
-from torchstrategy.host_memory import keep_freed_memory
-from torchstrategy.labels import label
 from torchstrategy.replicas.caller_modes import CallerModes, on_device, refuse_modes
 from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.divergence import DivergenceCheck, differences_between_copies

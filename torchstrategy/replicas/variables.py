@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from torchstrategy.context import current_frame, current_replica_context
-from torchstrategy.log import warn_once
-from torchstrategy.options import VariableAggregation, VariableSynchronization
+from torchstrategy.base.context import current_frame, current_replica_context
+from torchstrategy.base.log import warn_once
+from torchstrategy.base.options import VariableAggregation, VariableSynchronization
 
 __all__ = ["Variable", "VariableOptions", "fitting", "make_copy", "to_tensor", "write"]
 

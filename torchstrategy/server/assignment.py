@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from torchstrategy.base.log import logger
 from torchstrategy.errors import OutOfRangeError
-from torchstrategy.log import logger
 from torchstrategy.parameter_server.current_worker import as_worker
 from torchstrategy.parameter_server.results import encode_error, encode_result
 from torchstrategy.server.datasets import make_dataset, make_iterator

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torchstrategy.log import logger, show_info
+from torchstrategy.base.log import logger, show_info
 from torchstrategy.parameter_server.service import ParameterService
 from torchstrategy.server.bench import WorkerBench
 from torchstrategy.server.definition import PROTOCOL, ServerDef, make_server_def

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.log import logger
 from torchstrategy.parameter_server.service import ParameterService
 from torchstrategy.server.server import Server
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 from torchstrategy.server.assignment import KINDS, Assignment, Bench
 from torchstrategy.server.stacks import all_stacks
 from torchstrategy.transport.limits import Limits

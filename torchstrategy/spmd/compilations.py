@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.values import DistributedValues
 from torchstrategy.spmd.values import SplitValues
-from torchstrategy.values import DistributedValues
 from torchstrategy.xla import graph
 from torchstrategy.xla.runtime import TpuRuntime
 

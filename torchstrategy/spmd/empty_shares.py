@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 from torchstrategy.spmd.marks import is_on_device
 from torchstrategy.spmd.operations import COMPUTATIONS, HANDLERS, handler_of
 from torchstrategy.spmd.region import Region

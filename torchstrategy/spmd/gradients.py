@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.base.log import info_once
 from torchstrategy.gradients.ledger import State
 from torchstrategy.gradients.summer import doubt, optimizer_parameters
-from torchstrategy.log import info_once
 from torchstrategy.replicas.runner import MergeRequest
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
-from torchstrategy.devices import Placement
+from torchstrategy.base import tree
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.values import BatchShares, DistributedValues, PerReplica, get_shares, set_shares
 from torchstrategy.spmd.hosts import check_shares
 from torchstrategy.spmd.values import SplitValues
-from torchstrategy.values import BatchShares, DistributedValues, PerReplica, get_shares, set_shares
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["Groups", "find_groups", "had_examples", "make_groups", "shares_of", "values_of_group"]

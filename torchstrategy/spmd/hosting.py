@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.context import Frame, pop_frame, push_frame
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.labels import label
+from torchstrategy.base.options import ReduceOp
+from torchstrategy.base.values import DistributedValues
 from torchstrategy.collectives.reductions import check_addable, check_joinable, mean_of_total
-from torchstrategy.context import Frame, pop_frame, push_frame
-from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
-from torchstrategy.labels import label
-from torchstrategy.optimizer_hooks import prepare
-from torchstrategy.options import ReduceOp
+from torchstrategy.gradients.optimizer_hooks import prepare
 from torchstrategy.replicas.adapters import trace_ends
 from torchstrategy.replicas.caller_modes import CallerModes
 from torchstrategy.replicas.distributed_variables import DistributedVariable
@@ -37,7 +38,6 @@ from torchstrategy.spmd.steps import prepare_step
 from torchstrategy.spmd.trace import Trace
 from torchstrategy.spmd.turns import GroupTurns
 from torchstrategy.spmd.writes import Comparisons, refuse_different
-from torchstrategy.values import DistributedValues
 from torchstrategy.xla import graph
 from torchstrategy.xla.runtime import TpuRuntime
 

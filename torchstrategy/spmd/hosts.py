@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.values import BatchShares, DistributedValues
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 from torchstrategy.spmd.values import SplitValues
-from torchstrategy.values import BatchShares, DistributedValues
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["check_shares", "compare_programs", "describe_program"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchstrategy.devices import Placement
+from torchstrategy.base.devices import Placement
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.replicas.adapters import OutsideCall, is_a, prepare_body, register_replicas
 from torchstrategy.replicas.metric_states import is_metric, metrics_of

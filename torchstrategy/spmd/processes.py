@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
+from torchstrategy.base.context import Frame
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.joining import join
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.context import Frame
-from torchstrategy.devices import Placement
-from torchstrategy.optimizer_hooks import prepare
-from torchstrategy.options import CommunicationOptions
+from torchstrategy.gradients.optimizer_hooks import prepare
 from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record

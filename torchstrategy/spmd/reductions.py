@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.options import ReduceOp
+from torchstrategy.base.values import DistributedValues
 from torchstrategy.collectives.reductions import (
     check_addable,
     check_gather_axis,
@@ -15,9 +17,7 @@ from torchstrategy.collectives.reductions import (
     reduction_axes,
 )
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.options import ReduceOp
 from torchstrategy.spmd.values import SplitValues
-from torchstrategy.values import DistributedValues
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["as_split", "gather_split", "reduce_split"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.values import PerReplica
 from torchstrategy.spmd.trace import Trace
 from torchstrategy.spmd.values import SplitValues
-from torchstrategy.values import PerReplica
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["join_results"]

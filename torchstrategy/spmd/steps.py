@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._device import DeviceContext
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import optimizer_parameters
-from torchstrategy.options import ReduceOp
 from torchstrategy.spmd.context import SpmdReplicaContext
 
 __all__ = ["prepare_step"]

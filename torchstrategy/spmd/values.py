@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.values import BatchShares, PerReplica
+from torchstrategy.base.values import BatchShares, PerReplica
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["SplitValues"]

@@ -14,25 +14,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchstrategy.base.devices import Placement, full_device_name, local_devices
+from torchstrategy.base.log import logger
+from torchstrategy.base.options import InputOptions, VariableSynchronization
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.data.context import InputContext
-from torchstrategy.devices import Placement, full_device_name, local_devices
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.extended import StrategyExtended
-from torchstrategy.log import logger
-from torchstrategy.optimizer_hooks import install
-from torchstrategy.options import InputOptions, VariableSynchronization
+from torchstrategy.gradients.optimizer_hooks import install
 from torchstrategy.parameter_server.bindings import Kind
 from torchstrategy.parameter_server.served import Served, make_served
+from torchstrategy.parameter_server.shared_updates import SharedStep, push_steps
 from torchstrategy.parameter_server.shared_variable import SharedVariable
 from torchstrategy.parameter_server.sharing import SharedValues
 from torchstrategy.parameter_server.sharing_client import SharingClient, SharingLink, connect, finish
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.variables import Variable, VariableOptions
-from torchstrategy.shared_updates import SharedStep, push_steps
 from torchstrategy.strategy import Strategy
 from torchstrategy.transport.addresses import is_loopback, split_address
 from torchstrategy.transport.loop import ControlLoop

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchstrategy.base.devices import Placement, canonical_device, full_device_name
+from torchstrategy.base.log import logger
+from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
 from torchstrategy.collectives.joining import devices_of_process, join
-from torchstrategy.devices import Placement, canonical_device, full_device_name
 from torchstrategy.extended import StrategyExtended
-from torchstrategy.host_updates import HostUpdater, step_on_host
-from torchstrategy.log import logger
-from torchstrategy.options import CommunicationOptions
+from torchstrategy.gradients.host_updates import HostUpdater, step_on_host
 from torchstrategy.replicas.aggregating import AggregatingVariable
 from torchstrategy.replicas.host_memory import HostMemory
 from torchstrategy.replicas.on_read import make_variable

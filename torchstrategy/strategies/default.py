@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.labels import label
+from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
-from torchstrategy.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
 from torchstrategy.data.context import InputContext
-from torchstrategy.devices import Placement
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.extended import StrategyExtended
-from torchstrategy.labels import label
-from torchstrategy.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replica_values import inputs_of
 from torchstrategy.replicas.record import owner, start_recording, stop_recording

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from torchstrategy.base.devices import Placement, full_device_name
+from torchstrategy.base.log import logger, warn_once
+from torchstrategy.base.options import CommunicationImplementation, CommunicationOptions
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.job import Job
@@ -16,9 +19,6 @@ from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.joining import devices_of_process, join
 from torchstrategy.collectives.routes import choose_implementation
-from torchstrategy.devices import Placement, full_device_name
-from torchstrategy.log import logger, warn_once
-from torchstrategy.options import CommunicationImplementation, CommunicationOptions
 from torchstrategy.strategy import Strategy
 
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]

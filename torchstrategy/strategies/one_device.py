@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.devices import Placement, canonical_device, tensor_device
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
-from torchstrategy.devices import Placement, canonical_device, tensor_device
 from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
 from torchstrategy.strategy import Strategy
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.devices import Placement, full_device_name, tensor_device
+from torchstrategy.base.log import logger, warn_once
+from torchstrategy.base.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.data.context import InputContext
-from torchstrategy.devices import Placement, full_device_name, tensor_device
 from torchstrategy.errors import UnavailableError
 from torchstrategy.extended import StrategyExtended
-from torchstrategy.log import logger, warn_once
-from torchstrategy.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.parameter_server.bindings import Bindings
 from torchstrategy.parameter_server.client import ParameterClient
 from torchstrategy.parameter_server.layout import Placer

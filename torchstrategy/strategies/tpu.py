@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.context import Frame
+from torchstrategy.base.devices import Placement
+from torchstrategy.base.log import info_once, logger, warn_once
+from torchstrategy.base.options import CommunicationOptions, ReduceOp, RunOptions
+from torchstrategy.base.values import DistributedValues, PerReplica
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.tpu import TPUClusterResolver
-from torchstrategy.context import Frame
-from torchstrategy.devices import Placement
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.log import info_once, logger, warn_once
-from torchstrategy.options import CommunicationOptions, ReduceOp, RunOptions
 from torchstrategy.replica_values import inputs_of
 from torchstrategy.replicas.adapters import replicas_of
 from torchstrategy.replicas.distributed_variables import DistributedVariable
@@ -33,7 +34,6 @@ from torchstrategy.spmd.reductions import as_split, gather_split, reduce_split
 from torchstrategy.spmd.trace import Trace
 from torchstrategy.spmd.values import SplitValues
 from torchstrategy.strategy import Strategy
-from torchstrategy.values import DistributedValues, PerReplica
 from torchstrategy.xla import graph
 from torchstrategy.xla.system import require_initialized
 

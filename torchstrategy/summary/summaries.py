@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base.values import PerReplica
 from torchstrategy.summary.writer import (
     default_step,
     default_writer,
@@ -21,7 +22,6 @@ from torchstrategy.summary.writer import (
     should_record_summaries,
     writes_here,
 )
-from torchstrategy.values import PerReplica
 
 __all__ = ["histogram", "image", "scalar", "text"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from torchstrategy.base.context import current_frame, set_within
 from torchstrategy.cluster_resolver.detect import find_job
-from torchstrategy.context import current_frame, set_within
 
 __all__ = [
     "SummaryWriter",

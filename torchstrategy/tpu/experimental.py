@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.tpu import TPUClusterResolver, TPUSystemMetadata, initialize_system
-from torchstrategy.log import logger, show_info
 from torchstrategy.xla import system
 from torchstrategy.xla.topology import DeviceAssignment, Topology
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.devices import Placement
 from torchstrategy.data.agreement import Workers, check_equal
 from torchstrategy.data.batch import Components, LocalBatch, division, take
 from torchstrategy.data.checks import checksum
-from torchstrategy.devices import Placement
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 from torchstrategy.training.arrays import Arrays
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 from torchstrategy.data.batch import Components
 from torchstrategy.training.arguments import DataArguments, shown_type
 from torchstrategy.training.batch_parts import pack_x_y_sample_weight

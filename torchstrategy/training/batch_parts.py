@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.values import get_shares
 from torchstrategy.training.arguments import DataArguments
-from torchstrategy.values import get_shares
 
 __all__ = ["check_first_batch", "pack_x_y_sample_weight", "unpack_x_y_sample_weight"]
 

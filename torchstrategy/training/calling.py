@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchstrategy import errors, tree
+from torchstrategy import errors
+from torchstrategy.base import tree
 
 __all__ = ["call_arguments", "describe_data", "explain_failed_call"]
 

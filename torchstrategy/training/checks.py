@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from torchstrategy import errors
-from torchstrategy.context import current_frame
-from torchstrategy.log import logger
+from torchstrategy.base.context import current_frame
+from torchstrategy.base.log import logger
 
 __all__ = ["check_context", "check_counts", "warn_of_nan"]
 

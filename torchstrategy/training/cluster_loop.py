@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
+from torchstrategy.base.log import logger
 from torchstrategy.callbacks.callback_list import CallbackList
 from torchstrategy.coordinator.cluster_coordinator import ClusterCoordinator
 from torchstrategy.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
-from torchstrategy.log import logger
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.training.arguments import DataArguments, named_arguments
 from torchstrategy.training.cluster_steps import WorkerSteps, forget_worker_steps, named_outputs, worker_steps

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
-from torchstrategy.devices import tensor_device
+from torchstrategy.base import tree
+from torchstrategy.base.devices import tensor_device
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.steps import StepState, Windows, run_windows
 from torchstrategy.training.trainer import Trainer, is_metric, trainer_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 __all__ = ["COUNTS", "parse_amp", "parse_count", "parse_jit"]
 

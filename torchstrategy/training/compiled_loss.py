@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy import errors, tree
+from torchstrategy import errors
+from torchstrategy.base import tree
 from torchstrategy.metrics.base import sum_dtype
 from torchstrategy.strategies.default import get_replica_context, has_strategy
 from torchstrategy.training.loss_making import make_part

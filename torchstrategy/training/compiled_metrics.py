@@ -13,9 +13,9 @@ import torchmetrics
 from torch import Tensor, nn
 
 from torchstrategy import errors, metrics
+from torchstrategy.base.names import snake_case
 from torchstrategy.metrics.base import Metric
 from torchstrategy.metrics.names import REMEDY, accuracy_by_shapes, crossentropy_by_shapes, with_logits
-from torchstrategy.names import snake_case
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy, has_strategy

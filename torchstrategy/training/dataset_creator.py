@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchstrategy.base.options import InputOptions
 from torchstrategy.data.context import InputContext
-from torchstrategy.options import InputOptions
 
 __all__ = ["DatasetCreator"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 from torchstrategy.checkpoint.atomic import write_file
 from torchstrategy.training.calling import call_arguments, describe_data
 from torchstrategy.training.example import copy_module, example_of

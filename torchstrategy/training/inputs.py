@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.options import InputOptions
 from torchstrategy.data.agreement import known_length
 from torchstrategy.data.checks import note_small_batch
 from torchstrategy.data.dataset import DistributedDataset
@@ -24,7 +25,6 @@ from torchstrategy.data.loader import has_index_batches
 from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.sources import WholeBatches
-from torchstrategy.options import InputOptions
 from torchstrategy.strategy import Strategy
 from torchstrategy.training.arguments import DataArguments, named_arguments, shown_type, validation_arguments
 from torchstrategy.training.array_source import ArraySource

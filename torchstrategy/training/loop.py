@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy import tree
+from torchstrategy.base import tree
+from torchstrategy.base.log import warning_once
 from torchstrategy.callbacks.callback_list import CallbackList
 from torchstrategy.callbacks.history import History
-from torchstrategy.log import warning_once
 from torchstrategy.training.agreement import check_alike
 from torchstrategy.training.arguments import DataArguments
 from torchstrategy.training.batch_parts import check_first_batch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.names import find
+from torchstrategy.base.names import find
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.training.ftrl import Ftrl
 

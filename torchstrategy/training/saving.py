@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy import errors, tree
+from torchstrategy import errors
+from torchstrategy.base import tree
 from torchstrategy.checkpoint.agreement import agree_on_restore
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object

@@ -7,12 +7,12 @@ import re
 import time
 from typing import Any, NamedTuple
 
+from torchstrategy.base.log import logger, show_info
 from torchstrategy.callbacks.model_checkpoint import FINISHED
 from torchstrategy.checkpoint.atomic import SUFFIX
 from torchstrategy.checkpoint.directory import get_checkpoint_state
 from torchstrategy.checkpoint.reader import load_checkpoint
 from torchstrategy.errors import DataLossError, NotFoundError
-from torchstrategy.log import logger, show_info
 from torchstrategy.training.inputs import unpack_x_y_sample_weight
 from torchstrategy.training.trainer import trainer_of
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy.layer_losses import losses_of
-from torchstrategy.names import snake_case
+from torchstrategy.base.names import snake_case
+from torchstrategy.losses.layer_losses import losses_of
 from torchstrategy.nn import scale_regularization_loss
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchstrategy import tree
-from torchstrategy.devices import tensor_device
-from torchstrategy.layer_losses import LayerLosses
+from torchstrategy.base import tree
+from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.values import get_shares
+from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy, has_strategy, in_cross_replica_context
@@ -20,7 +21,6 @@ from torchstrategy.training.compile_arguments import COUNTS, parse_amp, parse_co
 from torchstrategy.training.logs import to_number
 from torchstrategy.training.position import FitPosition
 from torchstrategy.training.steps import Windows, current_step, sum_divisors
-from torchstrategy.values import get_shares
 
 if TYPE_CHECKING:
     from torchstrategy.strategy import Strategy

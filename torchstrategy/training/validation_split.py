@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 from torchstrategy.training.arguments import DataArguments, named_arguments
 from torchstrategy.training.arrays import is_array, make_arrays
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 from torchstrategy.transport.messages import Message
 from torchstrategy.transport.refusals import RefusalLog
 from torchstrategy.transport.replies import FencedError, RefusedError, error_message

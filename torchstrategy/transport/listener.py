@@ -13,8 +13,8 @@ import threading
 from collections import deque
 from typing import Any
 
-from torchstrategy.heartbeat import heartbeat_seconds
-from torchstrategy.log import logger
+from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.log import logger
 from torchstrategy.transport import addresses
 from torchstrategy.transport.admission import Admission
 from torchstrategy.transport.forks import close_in_child, close_sockets

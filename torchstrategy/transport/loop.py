@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchstrategy.heartbeat import heartbeat_seconds
-from torchstrategy.log import logger
+from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.log import logger
 from torchstrategy.transport import addresses
 from torchstrategy.transport.forks import close_in_child
 from torchstrategy.transport.limits import Limits

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
-from torchstrategy.log import logger
 from torchstrategy.transport import addresses
 from torchstrategy.transport.forks import close_sockets
 from torchstrategy.transport.gatekeeper import secure_client

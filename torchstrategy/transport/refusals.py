@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from torchstrategy.log import logger
+from torchstrategy.base.log import logger
 
 __all__ = ["RefusalLog"]
 

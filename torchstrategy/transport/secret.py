@@ -15,7 +15,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from torchstrategy.log import warning_once
+from torchstrategy.base.log import warning_once
 from torchstrategy.transport.optional import require, z85, zmq
 from torchstrategy.transport.seal import derive
 

@@ -9,8 +9,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchstrategy.base.log import logger
 from torchstrategy.errors import NotFoundError
-from torchstrategy.log import logger
 from torchstrategy.xla.holders import describe_living
 from torchstrategy.xla.runtime import TpuRuntime, get_runtime
 from torchstrategy.xla.topology import Topology

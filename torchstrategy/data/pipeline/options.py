@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchstrategy.options import AutoShardPolicy
+from torchstrategy.base.options import AutoShardPolicy
 
 __all__ = ["DistributeOptions", "Options"]
 

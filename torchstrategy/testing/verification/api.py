@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchstrategy.base.values import DistributedValues
 from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategy import Strategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
 from torchstrategy.testing.verification.recorder import Recorder
 from torchstrategy.testing.verification.records import Run, dump, load, measured, tensors_of
 from torchstrategy.testing.verification.report import VerificationReport, compare
-from torchstrategy.values import DistributedValues
 
 __all__ = ["verify_replication"]
 

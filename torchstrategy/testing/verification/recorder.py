@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.testing.verification.losses import sums_of
 from torchstrategy.testing.verification.records import (

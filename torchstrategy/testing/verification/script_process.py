@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchstrategy import optimizer_hooks
-from torchstrategy.context import current_replica_context
-from torchstrategy.devices import cpu_replicas
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import cpu_replicas
+from torchstrategy.gradients import optimizer_hooks
 from torchstrategy.strategy import Strategy
 from torchstrategy.testing.verification.records import Run, dump
 from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder

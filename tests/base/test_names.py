@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchstrategy.names import find, snake_case
+from torchstrategy.base.names import find, snake_case
 
 KNOWN = {"mse": 1, "MeanSquaredError": 2, "mean_squared_error": 3}
 

@@ -18,7 +18,7 @@ def import_later(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
         homes: of each name the module that has it; a submodule has itself.
 
     Example:
-        >>> from torchstrategy.later import import_later
+        >>> from torchstrategy.base.later import import_later
         >>> find, _ = import_later("torchstrategy", {"Server": "torchstrategy.server"})
         >>> find("Server") is ts.Server
         True

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
 
 __all__ = ["serve_lone_values", "trains_on_one"]
 

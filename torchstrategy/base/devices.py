@@ -74,7 +74,7 @@ def canonical_device(name: str | torch.device) -> torch.device:
         ValueError: the name can't be read, or no such device is there; the message lists the visible ones.
 
     Example:
-        >>> from torchstrategy.devices import canonical_device
+        >>> from torchstrategy.base.devices import canonical_device
         >>> canonical_device("/job:localhost/replica:0/task:0/device:CPU:1")
         device(type='cpu', index=1)
     """

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.lone_values import trains_on_one
+from torchstrategy.base.options import ReduceOp
 from torchstrategy.collectives.autograd import differentiable_all_reduce
-from torchstrategy.context import current_replica_context
-from torchstrategy.lone_values import trains_on_one
-from torchstrategy.options import ReduceOp
 
 __all__ = ["SyncBatchNorm", "serve_layers_of_torch"]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy import options
+from torchstrategy.base import options
 
 
 def test_reduce_op():

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
-from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchstrategy import tree
+from torchstrategy.base import tree
 
 __all__ = [
     "BatchShares",
@@ -132,7 +132,7 @@ class PerReplica(DistributedValues):
     """Values that may differ between replicas, such as what ``Strategy.run`` returns.
 
     Example:
-        >>> from torchstrategy.values import PerReplica
+        >>> from torchstrategy.base.values import PerReplica
         >>> PerReplica((1, 2))
         PerReplica:{
           0: 1,

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.programs import cpu_devices, strategy_for
-from tests.sync_batch_norm_programs import (
+from tests.gradients.sync_batch_norm_programs import (
     DOUBLE,
     NORMS,
     Checkpointed,

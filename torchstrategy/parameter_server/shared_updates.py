@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import GradientSum
-from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner

@@ -131,7 +131,7 @@ def register_implementation_name(name: str) -> str:
         ValueError: it is empty, or the name of a ``CommunicationImplementation``.
 
     Example:
-        >>> from torchstrategy.options import register_implementation_name
+        >>> from torchstrategy.base.options import register_implementation_name
         >>> register_implementation_name("MyMPI")
         'mympi'
         >>> ts.experimental.CommunicationOptions(implementation="mympi").implementation

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchstrategy.heartbeat import heartbeat_seconds
+from torchstrategy.base.heartbeat import heartbeat_seconds
 
 
 def test_ten_seconds_unless_the_environment_says_otherwise(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.values import BatchShares, get_shares, local_results, regroup, select_replica, set_shares
+from torchstrategy.base.values import BatchShares, get_shares, local_results, regroup, select_replica, set_shares
 
 
 def test_regroup_keeps_what_is_the_same_object():

@@ -7,7 +7,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.programs import cpu_devices
-from torchstrategy.labels import label, make_profiler
+from torchstrategy.base.labels import label, make_profiler
 
 
 def recorded(program, path):

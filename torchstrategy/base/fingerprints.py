@@ -25,7 +25,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
         tensors: of any shape, dtype and device, sparse ones included.
 
     Example:
-        >>> from torchstrategy.fingerprints import fingerprints
+        >>> from torchstrategy.base.fingerprints import fingerprints
         >>> vectors = [torch.tensor(numbers) for numbers in ([1.0, 2.0], [1.0, 2.0], [2.0, 1.0])]
         >>> first, same, other = fingerprints(vectors)
         >>> first == same, first == other

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchstrategy import devices
+from torchstrategy.base import devices
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import optimizer_parameters
-from torchstrategy.options import ReduceOp
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner, watch
 from torchstrategy.replicas.updating import is_updating

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchstrategy import errors
-from torchstrategy.context import current_replica_context
+from torchstrategy.base.context import current_replica_context
 from torchstrategy.replicas.adapters import register_trace_end
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategy import Strategy

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 import torchstrategy as ts
 from tests.programs import cpu_devices, largest_difference, strategy_for
-from torchstrategy import layer_losses
 from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.losses import layer_losses
 
 L2 = ts.regularizers.L2(0.5)
 
