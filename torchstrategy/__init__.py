@@ -23,7 +23,6 @@ from torchstrategy.collectives.cross_device_ops import (
     ReductionToOneDevice,
 )
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
-from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.strategies.default import (
     experimental_set_strategy,
     get_replica_context,
@@ -33,7 +32,8 @@ from torchstrategy.strategies.default import (
 )
 from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.replica_context import ReplicaContext
+from torchstrategy.strategies.strategy import Strategy
 
 if typing.TYPE_CHECKING:
     from torchstrategy import (
@@ -59,15 +59,15 @@ if typing.TYPE_CHECKING:
     )
     from torchstrategy.data.context import InputContext
     from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
-    from torchstrategy.functions import function
     from torchstrategy.losses.layer_losses import add_loss, losses_of, regularize
     from torchstrategy.replicas.distributed_variables import MirroredVariable
+    from torchstrategy.replicas.functions import function
     from torchstrategy.replicas.on_read import SyncOnReadVariable
     from torchstrategy.replicas.variables import Variable
     from torchstrategy.server import Server
+    from torchstrategy.spmd.tpu_strategy import TPUStrategy
     from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
     from torchstrategy.strategies.parameter_server import ParameterServerStrategy
-    from torchstrategy.strategies.tpu import TPUStrategy
     from torchstrategy.training.model import Model
     from torchstrategy.training.sidecar import SidecarEvaluator
 
@@ -149,7 +149,7 @@ _LATER = {
     "Server": "torchstrategy.server",
     "SidecarEvaluator": "torchstrategy.training.sidecar",
     "SyncOnReadVariable": "torchstrategy.replicas.on_read",
-    "TPUStrategy": "torchstrategy.strategies.tpu",
+    "TPUStrategy": "torchstrategy.spmd.tpu_strategy",
     "Variable": "torchstrategy.replicas.variables",
     "add_loss": "torchstrategy.losses.layer_losses",
     "callbacks": "torchstrategy.callbacks",
@@ -161,7 +161,7 @@ _LATER = {
     "estimator": "torchstrategy.estimator",
     "experimental": "torchstrategy.experimental",
     "feature_column": "torchstrategy.feature_column",
-    "function": "torchstrategy.functions",
+    "function": "torchstrategy.replicas.functions",
     "losses": "torchstrategy.losses",
     "losses_of": "torchstrategy.losses.layer_losses",
     "metrics": "torchstrategy.metrics",

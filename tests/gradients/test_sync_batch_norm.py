@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from tests.programs import cpu_devices, strategy_for
 from tests.gradients.sync_batch_norm_programs import (
     DOUBLE,
     NORMS,
@@ -22,6 +21,7 @@ from tests.gradients.sync_batch_norm_programs import (
     synchronised,
     train,
 )
+from tests.programs import cpu_devices, strategy_for
 
 CentralStorage = ts.experimental.CentralStorageStrategy
 

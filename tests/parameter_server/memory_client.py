@@ -9,7 +9,7 @@ import torch
 from torchstrategy.base.devices import Placement
 from torchstrategy.cluster_resolver import ClusterSpec
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 
 class MemoryClient:

@@ -14,7 +14,7 @@ from torchstrategy.estimator.building import Definition
 from torchstrategy.estimator.input_fn import as_dataset, call_input_fn, parse_element
 from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.strategies.default import DefaultStrategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Batches", "open_batches"]
 

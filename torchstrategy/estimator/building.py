@@ -24,7 +24,7 @@ from torchstrategy.estimator.variables import MODEL
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Built", "Definition", "build", "build_restored", "plain_strategy", "restore"]
 

@@ -30,7 +30,7 @@ from torchstrategy.estimator.variables import as_array
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["EvaluationStepsHook", "evaluate_model", "find_checkpoint"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchstrategy.estimator.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from torchstrategy.strategy import Strategy
+    from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["check_estimator", "is_asynchronous"]
 

@@ -11,7 +11,7 @@ from torchstrategy.estimator.batches import Batches
 from torchstrategy.estimator.hooks import HookCalls, SessionRunHook
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.steps import StepResult
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["reporting_failures", "run_steps"]
 

@@ -11,9 +11,9 @@ from typing import Any
 from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.estimator.task import Task, TaskType, read_task
+from torchstrategy.spmd.tpu_strategy import TPUStrategy
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
-from torchstrategy.strategies.tpu import TPUStrategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["RunConfig", "TaskType"]
 

@@ -12,7 +12,7 @@ from torchstrategy.estimator.hooks import resolve_fetches
 from torchstrategy.estimator.specs import EstimatorSpec
 from torchstrategy.estimator.steps import total
 from torchstrategy.estimator.variables import named_buffers, named_parameters
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Session"]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import task_count
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Task", "TaskType", "read_task"]
 

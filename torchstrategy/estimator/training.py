@@ -32,7 +32,7 @@ from torchstrategy.estimator.warm_start import WarmStartSettings, warm_start
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Saver", "has_saved", "make_step", "skip_training", "train_model"]
 

@@ -6,12 +6,12 @@ from torchstrategy.base.options import CommunicationImplementation as Collective
 from torchstrategy.base.values import ValueContext
 from torchstrategy.collectives.registry import register_communication
 from torchstrategy.experimental import partitioners
+from torchstrategy.spmd.tpu_strategy import TPUStrategy
 from torchstrategy.strategies.central_storage import CentralStorageStrategy
 from torchstrategy.strategies.multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
-from torchstrategy.strategies.tpu import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",

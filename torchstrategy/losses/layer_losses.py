@@ -20,7 +20,7 @@ from torchstrategy import errors
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.replicas.adapters import register_trace_end
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["LayerLosses", "add_loss", "losses_of", "regularize"]
 

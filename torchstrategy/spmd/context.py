@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.replicas.runner import MergeRequest
+from torchstrategy.strategies.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
     from torchstrategy.spmd.hosting import SpmdHosting

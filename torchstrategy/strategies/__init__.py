@@ -1,1 +1,1 @@
-"""The strategies, one file each; a strategy never imports another one, except the default one's functions."""
+"""``Strategy``, what its replicas see, and the strategies: one file each, of which none imports another."""

@@ -23,7 +23,6 @@ from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.data.context import InputContext
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
-from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients.optimizer_hooks import install
 from torchstrategy.parameter_server.bindings import Kind
 from torchstrategy.parameter_server.served import Served, make_served
@@ -33,7 +32,8 @@ from torchstrategy.parameter_server.sharing import SharedValues
 from torchstrategy.parameter_server.sharing_client import SharingClient, SharingLink, connect, finish
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.variables import Variable, VariableOptions
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.extended import StrategyExtended
+from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.transport.addresses import is_loopback, split_address
 from torchstrategy.transport.loop import ControlLoop
 from torchstrategy.transport.optional import require

@@ -20,13 +20,13 @@ from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputRepli
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
 from torchstrategy.data.context import InputContext
 from torchstrategy.errors import UnimplementedError
-from torchstrategy.extended import StrategyExtended
-from torchstrategy.replica_context import ReplicaContext
-from torchstrategy.replica_values import inputs_of
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable, VariableOptions
-from torchstrategy.scope import Scope
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.extended import StrategyExtended
+from torchstrategy.strategies.replica_context import ReplicaContext
+from torchstrategy.strategies.replica_values import inputs_of
+from torchstrategy.strategies.scope import Scope
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = [
     "DefaultStrategy",

@@ -19,7 +19,7 @@ from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.joining import devices_of_process, join
 from torchstrategy.collectives.routes import choose_implementation
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]
 

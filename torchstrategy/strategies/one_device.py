@@ -12,7 +12,7 @@ from typing_extensions import override
 from torchstrategy.base.devices import Placement, canonical_device, tensor_device
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
 from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["OneDeviceStrategy"]
 

@@ -19,7 +19,6 @@ from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.data.context import InputContext
 from torchstrategy.errors import UnavailableError
-from torchstrategy.extended import StrategyExtended
 from torchstrategy.parameter_server.bindings import Bindings
 from torchstrategy.parameter_server.client import ParameterClient
 from torchstrategy.parameter_server.layout import Placer
@@ -30,7 +29,8 @@ from torchstrategy.parameter_server.served_hosting import ServedHosting
 from torchstrategy.parameter_server.shipping import Shipper
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.extended import StrategyExtended
+from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.transport.addresses import is_loopback, split_address
 from torchstrategy.transport.loop import ControlLoop
 from torchstrategy.transport.optional import require

@@ -25,7 +25,7 @@ from torchstrategy.data.loader import has_index_batches
 from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.sources import WholeBatches
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.training.arguments import DataArguments, named_arguments, shown_type, validation_arguments
 from torchstrategy.training.array_source import ArraySource
 from torchstrategy.training.arrays import Arrays, is_array, make_arrays

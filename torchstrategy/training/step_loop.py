@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy import functions
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
 from torchstrategy.callbacks.callback_list import CallbackList
+from torchstrategy.replicas import functions
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.checks import check_context
 from torchstrategy.training.lazy_layers import initialise_lazy_layers

@@ -20,7 +20,7 @@ from torchstrategy.training.trainer import ATTRIBUTE, Trainer, is_metric, traine
 
 if TYPE_CHECKING:
     from torchstrategy.callbacks.history import History
-    from torchstrategy.strategy import Strategy
+    from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["TrainableModule"]
 

@@ -23,7 +23,7 @@ from torchstrategy.training.position import FitPosition
 from torchstrategy.training.steps import Windows, current_step, sum_divisors
 
 if TYPE_CHECKING:
-    from torchstrategy.strategy import Strategy
+    from torchstrategy.strategies.strategy import Strategy
     from torchstrategy.training.compiled_loss import CompiledLoss
     from torchstrategy.training.compiled_metrics import CompiledMetrics
     from torchstrategy.training.loss_tracker import LossTracker

@@ -7,7 +7,7 @@ import weakref
 from torchstrategy.estimator.global_step import current_global_step, make_global_step
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import get_strategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["get_global_step", "get_or_create_global_step"]
 

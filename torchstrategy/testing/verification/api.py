@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.values import DistributedValues
 from torchstrategy.strategies.mirrored import MirroredStrategy
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
 from torchstrategy.testing.verification.recorder import Recorder
 from torchstrategy.testing.verification.records import Run, dump, load, measured, tensors_of

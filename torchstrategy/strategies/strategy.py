@@ -23,7 +23,6 @@ from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
-from torchstrategy.extended import StrategyExtended
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.optimizer_hooks import install, prepare
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
@@ -31,8 +30,6 @@ from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.gradients.watching import watched
-from torchstrategy.replica_context import ReplicaContext
-from torchstrategy.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import DirectHosting, Hosting
@@ -41,7 +38,10 @@ from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
 from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
-from torchstrategy.scope import Scope
+from torchstrategy.strategies.extended import StrategyExtended
+from torchstrategy.strategies.replica_context import ReplicaContext
+from torchstrategy.strategies.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
+from torchstrategy.strategies.scope import Scope
 
 __all__ = ["Strategy"]
 

@@ -17,8 +17,8 @@ from tests.programs import (
     smooth_net,
     strategy_for,
 )
-from torchstrategy import functions
 from torchstrategy.base import log
+from torchstrategy.replicas import functions
 
 # torch's compiler reads this attribute of its inputs, and hides the warning unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -18,13 +18,11 @@ from torchstrategy.base.values import DistributedValues, PerReplica
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.tpu import TPUClusterResolver
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.replica_values import inputs_of
 from torchstrategy.replicas.adapters import replicas_of
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.on_read import SyncOnReadVariable
-from torchstrategy.scope import Scope
 from torchstrategy.spmd.compilations import Compilations
 from torchstrategy.spmd.context import SpmdReplicaContext
 from torchstrategy.spmd.groups import had_examples, make_groups, shares_of
@@ -33,7 +31,9 @@ from torchstrategy.spmd.processes import ProcessHosting, join_processes
 from torchstrategy.spmd.reductions import as_split, gather_split, reduce_split
 from torchstrategy.spmd.trace import Trace
 from torchstrategy.spmd.values import SplitValues
-from torchstrategy.strategy import Strategy
+from torchstrategy.strategies.replica_values import inputs_of
+from torchstrategy.strategies.scope import Scope
+from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.xla import graph
 from torchstrategy.xla.system import require_initialized
 
