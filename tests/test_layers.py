@@ -11,7 +11,7 @@ PACKAGE = "torchstrategy"
 
 # A unit is a module or a package directly under torchstrategy/. It may import lower layers and itself, nothing else.
 LAYERS = [
-    {"errors"},
+    {"errors", "patches"},
     {"base"},
     {"data", "transport", "xla"},
     {"cluster_resolver"},

@@ -22,8 +22,9 @@ def test_all_checks_of_a_host_alone():
     assert job is None
     assert [finding.name for finding in findings if finding.status in ("warn", "FAIL")] == []
     sections = [finding.section for finding in findings]
-    assert list(dict.fromkeys(sections)) == ["Job", "Versions", "This host", "Network"]
-    assert sections == sorted(sections, key=["Job", "Versions", "This host", "Network"].index)
+    expected = ["Job", "Versions", "This host", "Network", "Changed in this process"]
+    assert list(dict.fromkeys(sections)) == expected
+    assert sections == sorted(sections, key=expected.index)
 
 
 def test_a_cluster_in_which_much_is_wrong():

@@ -1,12 +1,14 @@
 import pytest
 
 from tests.cli.fake_host import FakeHost, make_job, only
+from torchstrategy import patches
 from torchstrategy.base.version import __version__
 from torchstrategy.cli.host_checks import (
     check_backends,
     check_cores,
     check_gpus,
     check_open_files,
+    check_patches,
     check_shared_memory,
     check_versions,
 )
@@ -112,3 +114,19 @@ def test_processes_of_one_host_that_nothing_numbers():
 def test_a_driver_but_no_gpu():
     (finding,) = check_gpus(FakeHost(driver_version="580.1"), None)
     assert finding.status == "warn"
+
+
+def test_patches_are_listed():
+    end = patches.note("torch.thing", "a test needs it", "it is over")
+    try:
+        listed = {finding.name: finding for finding in check_patches()}
+    finally:
+        end()
+    assert (listed["torch.thing"].status, listed["torch.thing"].detail) == ("info", "a test needs it; until it is over")
+    assert "patches" not in listed
+
+
+def test_where_nothing_is_patched_the_doctor_says_where_to_read(monkeypatch):
+    monkeypatch.setattr(patches, "active", list)
+    (finding,) = check_patches()
+    assert "pydoc torchstrategy.patches" in finding.detail

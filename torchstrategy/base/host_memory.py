@@ -8,10 +8,13 @@ import os
 
 import torch
 
+from torchstrategy import patches
+
 __all__ = ["forget_sources", "keep_freed_memory"]
 
 #: Of glibc's <malloc.h>: what to keep at the end of the heap, to fetch beyond a request, and to map by itself.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_WHAT = "the C library's mallopt: freed memory is kept"
 
 
 def keep_freed_memory() -> bool:
@@ -33,10 +36,13 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     largest = 2**31 - 1
-    return all(  # blocks of over 32 MiB, glibc's limit, are mapped by themselves all the same
+    worked = all(  # blocks of over 32 MiB, glibc's limit, are mapped by themselves all the same
         mallopt(option, value)
         for option, value in ((_M_TRIM_THRESHOLD, largest), (_M_TOP_PAD, 64 << 20), (_M_MMAP_THRESHOLD, 32 << 20))
     )
+    if worked and not any(patch.what == _WHAT for patch in patches.active()):
+        patches.note(_WHAT, "steps find the memory that the last one freed", patches.PROCESS)
+    return worked
 
 
 def forget_sources() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
+from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
 
 __all__ = ["serve_lone_values", "trains_on_one"]
@@ -25,14 +26,28 @@ __all__ = ["serve_lone_values", "trains_on_one"]
 trains_on_one: ContextVar[bool] = ContextVar("torchstrategy_trains_on_one", default=False)
 
 
-@functools.cache
-def serve_lone_values() -> None:
-    """Let ``batch_norm`` and ``group_norm`` of torch compute shares of one value; once in a process.
+def serve_lone_values(user: Any) -> None:
+    """Let ``batch_norm`` and ``group_norm`` of torch compute shares of one value.
 
     The functions are replaced and not the layers' ``forward``, so that this reaches layers of other packages, too.
+
+    Args:
+        user: as long as it lives torch's functions are replaced: a strategy.
     """
-    functional.batch_norm = _serving(functional.batch_norm, _batch_norm)
-    functional.group_norm = _serving(functional.group_norm, _group_norm)
+    _norms.use(user)
+
+
+def _replace_norms() -> list[Callable[[], None]]:
+    return [
+        patches.replace(
+            functional,
+            name,
+            _serving(getattr(functional, name), instead),
+            "a share of one value for each channel trains",
+            "no strategy that has several replicas or fits a model is left",
+        )
+        for name, instead in (("batch_norm", _batch_norm), ("group_norm", _group_norm))
+    ]
 
 
 def _serving(original: Callable[..., Tensor], instead: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
@@ -80,6 +95,9 @@ def _group_norm(
     if input.numel() != num_groups or not _is_enough(input):  # torch refuses one value for each group of one example
         return None
     return torch.group_norm(input, num_groups, weight, bias, eps, torch.backends.cudnn.enabled)
+
+
+_norms = patches.WhileUsed(_replace_norms)
 
 
 @_disable_dynamo

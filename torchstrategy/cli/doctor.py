@@ -13,6 +13,7 @@ from torchstrategy.cli.host_checks import (
     check_cores,
     check_gpus,
     check_open_files,
+    check_patches,
     check_shared_memory,
     check_versions,
 )
@@ -95,5 +96,6 @@ def examine(host: Host) -> tuple[Job | None, list[Finding]]:
         check_host_name(host, job),
         check_interface_settings(host),
         check_proxies(host),
+        check_patches(),
     )
     return job, findings

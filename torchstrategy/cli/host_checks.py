@@ -12,12 +12,21 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from torchstrategy import patches
 from torchstrategy.base.version import __version__
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.report import Finding, Status
 from torchstrategy.cluster_resolver.job import Job
 
-__all__ = ["check_backends", "check_cores", "check_gpus", "check_open_files", "check_shared_memory", "check_versions"]
+__all__ = [
+    "check_backends",
+    "check_cores",
+    "check_gpus",
+    "check_open_files",
+    "check_patches",
+    "check_shared_memory",
+    "check_versions",
+]
 
 _SECTION = "This host"
 _MIB = 1 << 20
@@ -33,6 +42,16 @@ def check_versions(host: Host) -> Iterator[Finding]:
     versions |= {"CUDA": host.cuda_version} if host.cuda_version else {}
     versions |= {"NVIDIA driver": host.driver_version} if host.driver_version else {}
     yield Finding("Versions", "versions", "info", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def check_patches() -> Iterator[Finding]:
+    """List what the library has changed of torch and Python in this process."""
+    active = patches.active()
+    for patch in active:
+        yield Finding("Changed in this process", patch.what, "info", f"{patch.why}; until {patch.until}")
+    if not active:
+        text = "nothing of torch or Python; `python -m pydoc torchstrategy.patches` says what a job changes, and when"
+        yield Finding("Changed in this process", "patches", "info", text)
 
 
 def check_backends(host: Host) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torchstrategy import patches
 from torchstrategy.base.heartbeat import heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.collectives.control import ControlPlane
@@ -99,6 +100,8 @@ class FailureWatch:
             )
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
+        why = "the other processes hear of an error that ends the program"
+        self._end_hook = patches.note("sys.excepthook", why, "the strategy is collected", self._restore_hook)
         atexit.register(self.close)
         # A child that multiprocessing has forked ends without atexit.
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
@@ -230,10 +233,13 @@ class FailureWatch:
         self._is_closed = True
         atexit.unregister(self.close)
         self._at_exit.cancel()
+        self._end_hook()
+        self._plane.close()
+
+    def _restore_hook(self) -> None:
         # A bound method is made anew on each access, so compare what it is bound to.
         if getattr(sys.excepthook, "__self__", None) is self:
             sys.excepthook = self._previous_hook
-        self._plane.close()
 
     # --- in the control plane's thread
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import optimizer_parameters
@@ -23,12 +24,30 @@ from torchstrategy.replicas.updating import is_updating
 __all__ = ["install", "prepare"]
 
 
-@functools.cache
-def install() -> None:
-    """Register the step hooks, and watch for what is made outside the scopes; once in a process."""
-    watch(prepare)
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+def install(user: Any) -> None:
+    """Register the step hooks, and watch for what is made outside the scopes.
+
+    Args:
+        user: as long as it lives they stay: a strategy.
+    """
+    _hooks.use(user)
+
+
+def _install() -> list[Callable[[], None]]:
+    why = "gradients are summed at optimizer.step()"
+    return [
+        watch(prepare),
+        *(
+            patches.note(f"torch's global optimizer step {name} hooks", why, patches.STRATEGIES, handle.remove)
+            for name, handle in (
+                ("pre", register_optimizer_step_pre_hook(_before_step)),
+                ("post", register_optimizer_step_post_hook(_after_step)),
+            )
+        ),
+    ]
+
+
+_hooks = patches.WhileUsed(_install)
 
 
 def prepare(obj: Any) -> None:

@@ -8,6 +8,7 @@ tensor each.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.lone_values import trains_on_one
 from torchstrategy.base.options import ReduceOp
@@ -119,14 +121,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return converted
 
 
-@functools.cache
-def serve_layers_of_torch() -> None:
-    """Let ``torch.nn.SyncBatchNorm`` do what ours does where replicas run; once in a process.
+def serve_layers_of_torch(user: Any) -> None:
+    """Let ``torch.nn.SyncBatchNorm`` do what ours does where replicas run.
 
     Torch's own runs on accelerators only, and synchronises the processes of torch's default group: without such a group
     it would normalise each share by itself, without a word. Replacing ``forward`` reaches layers that were unpickled,
     copied or converted, and leaves their class as it is.
+
+    Args:
+        user: as long as it lives torch's layer is changed: a strategy.
     """
+    _forward_of_torch.use(user)
+
+
+def _replace_forward() -> list[Callable[[], None]]:
     original = nn.SyncBatchNorm.forward
 
     @functools.wraps(original)
@@ -135,7 +143,11 @@ def serve_layers_of_torch() -> None:
             return _normalise(self, input, original)
         return original(self, input)
 
-    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+    why = "torch's own knows no replicas of a strategy"
+    return [patches.replace(nn.SyncBatchNorm, "forward", forward, why, patches.STRATEGIES)]
+
+
+_forward_of_torch = patches.WhileUsed(_replace_forward)
 
 
 def _check_group(process_group: Any) -> None:

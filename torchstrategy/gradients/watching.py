@@ -19,20 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.replicas.hooks import own_hook
 
 __all__ = ["guard_parameter", "watched"]
 
-_Replaced = dict[tuple[Any, str], tuple[Any, Any]]
-
-_lock = threading.RLock()  # a strategy may be collected at any time
+_lock = threading.RLock()
 _num_runs = 0
-#: The strategies that have begun a run.
-_strategies: weakref.WeakSet[Any] = weakref.WeakSet()
-#: For each replaced function torch's own and the one in its place: during runs, and as long as there are strategies.
-_of_runs: _Replaced = {}
-_of_strategies: _Replaced = {}
+#: While there are runs, what puts torch's function back.
+_ends: list[Callable[[], None]] = []
 
 
 def guard_parameter(
@@ -79,44 +75,32 @@ def watched(strategy: Any) -> Iterator[None]:
         strategy: begins a run.
     """
     global _num_runs
+    _clearing.use(strategy)
     with _lock:
         _num_runs += 1
         if _num_runs == 1:
-            _replace(_of_runs, torch.autograd, "_engine_run_backward", _telling_of_passes)
-        if strategy not in _strategies:
-            _strategies.add(strategy)
-            weakref.finalize(strategy, _forget_strategy).atexit = False
-            if not _of_strategies:
-                for owner in (torch.nn.Module, torch.optim.Optimizer):
-                    _replace(_of_strategies, owner, "zero_grad", _telling_of_clearing)
+            tell = _telling_of_passes(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+            why, until = "backward and grad tell of gradients", "the last run in progress ends"
+            _ends.append(patches.replace(torch.autograd, "_engine_run_backward", tell, why, until))
     try:
         yield
     finally:
         with _lock:
             _num_runs -= 1
             if _num_runs == 0:
-                _restore(_of_runs)
+                _ends.pop()()
 
 
-def _forget_strategy() -> None:
-    with _lock:
-        if not any(True for _ in _strategies):
-            _restore(_of_strategies)
+def _replace_clearing() -> list[Callable[[], None]]:
+    why, until = "cleared gradients are new ones", "no strategy with several replicas that has run is left"
+    return [
+        patches.replace(owner, "zero_grad", _telling_of_clearing(owner.zero_grad), why, until)
+        for owner in (torch.nn.Module, torch.optim.Optimizer)
+    ]
 
 
-def _replace(
-    replaced: _Replaced, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    original = getattr(owner, name)
-    replaced[owner, name] = original, wrap(original)
-    setattr(owner, name, replaced[owner, name][1])
-
-
-def _restore(replaced: _Replaced) -> None:
-    for (owner, name), (original, ours) in replaced.items():
-        if getattr(owner, name) is ours:  # else another's function, which calls ours
-            setattr(owner, name, original)
-    replaced.clear()
+#: Changed from a strategy's first run on.
+_clearing = patches.WhileUsed(_replace_clearing)
 
 
 @functools.lru_cache(maxsize=16)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
+from torchstrategy import patches
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import visible_devices
@@ -335,7 +336,8 @@ def _start(how: _How) -> _Call | None:
         return None
     if vars(nn.Module)["_compiled_call_impl"] is not _finder:
         torch._dynamo.eval_frame.skip_code(_Finder.__get__.__code__)
-        nn.Module._compiled_call_impl = _finder  # type: ignore[assignment]
+        why = "ts.function compiles the modules that it calls"
+        patches.replace(nn.Module, "_compiled_call_impl", _finder, why, patches.PROCESS)
     return _Call(how)
 
 

@@ -2,9 +2,9 @@
 
 While a scope is open, the constructors of these classes note the new object, and so do the methods by which ``copy``
 and ``pickle`` make one. Nothing else is patched, and the originals return when the last scope closes. Only the
-constructors of optimizers, schedulers and gradient scalers stay patched once there is a strategy with several replicas:
-an optimizer or scheduler that is made outside the scope, for parameters that were made inside, is taken up at the next
-run, because the replicas would share a plain one and count steps twice.
+constructors of optimizers, schedulers and gradient scalers stay patched while there is a strategy with several
+replicas: an optimizer or scheduler that is made outside the scope, for parameters that were made inside, is taken up
+at the next run, because the replicas would share a plain one and count steps twice.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy import patches
 from torchstrategy.base.context import current_frame
 
 __all__ = [
@@ -45,6 +46,8 @@ _originals: dict[tuple[type, str], Any] = {}
 _unclaimed: dict[int, weakref.ref[Any]] = {}
 _records: weakref.WeakSet[Record] = weakref.WeakSet()
 _num_made_outside = 0
+#: While a scope is open, what takes the patches from the list of those that are active.
+_recording_ends: list[Callable[[], None]] = []
 
 
 class _Quiet(threading.local):
@@ -177,6 +180,14 @@ def start_recording() -> None:
     global _active
     with _lock:
         _active += 1
+        if _active == 1:
+            _recording_ends.append(
+                patches.note(
+                    "constructors and copies of modules, optimizers, schedulers and gradient scalers",
+                    "the scope records what is made in it",
+                    "the last scope is left",
+                )
+            )
         _patch_constructors(_RECORDED)
         for cls in _RECORDED:
             _patch(cls, "__setstate__", _recording_state(getattr(cls, "__setstate__", _set_state)))
@@ -192,13 +203,8 @@ def stop_recording() -> None:
     with _lock:
         _active -= 1
         if _active == 0:
-            for (cls, name), original in list(_originals.items()):
-                if _watching is None or name != "__init__" or not issubclass(cls, _WATCHED):
-                    if original is None:
-                        delattr(cls, name)
-                    else:
-                        setattr(cls, name, original)
-                    del _originals[cls, name]
+            _restore()
+            _recording_ends.pop()()
 
 
 @contextlib.contextmanager
@@ -211,16 +217,47 @@ def unrecorded() -> Iterator[None]:
         _quiet.value = before
 
 
-def watch(prepare_scaler: Callable[[Any], None]) -> None:
+def watch(prepare_scaler: Callable[[Any], None]) -> Callable[[], None]:
     """Note optimizers and schedulers that are made outside every scope, from now on.
 
     Args:
         prepare_scaler: called with each gradient scaler that is.
+
+    Returns:
+        What ends it.
     """
     global _watching
     with _lock:
         _watching = prepare_scaler
         _patch_constructors(_WATCHED)
+    return patches.note(
+        "constructors of optimizers, schedulers and gradient scalers",
+        "what is made outside the scope for what was made inside is taken up",
+        patches.STRATEGIES,
+        _stop_watching,
+    )
+
+
+def _stop_watching() -> None:
+    global _watching
+    with _lock:
+        _watching = None
+        if _active == 0:
+            _restore()
+
+
+def _restore() -> None:
+    """Put back what nobody needs replaced any more."""
+    for key, original in list(_originals.items()):
+        cls, name = key
+        if _watching is not None and name == "__init__" and issubclass(cls, _WATCHED):
+            continue
+        if _originals.pop(key, _originals) is _originals:  # another thread was collecting strategies meanwhile
+            continue
+        if original is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, original)
 
 
 def _patch_constructors(classes: tuple[type, ...]) -> None:

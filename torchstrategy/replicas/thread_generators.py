@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy import patches
+
 __all__ = ["own_generator"]
 
 # It stands before all other keys, and torch itself has no use for it.
@@ -86,7 +88,9 @@ def _install_once() -> tuple[torch.library.Library, torch.library.Library]:
                 operator, target = _operator(schema.name, overload), _operator(schema.name, schema.overload_name)
                 kernel = _kernel(operator, target, None if by_name else position)
                 drawing.impl(operator, kernel)  # type: ignore[no-untyped-call]
-    vars(torch.random)["default_generator"] = _DefaultGenerator(torch.default_generator)
+    why = "replicas that run at once draw from streams of their own"
+    patches.replace(torch.random, "default_generator", _DefaultGenerator(torch.default_generator), why, patches.PROCESS)
+    patches.note("operators that draw random numbers, on a dispatch key of their own", why, patches.PROCESS)
     return rest, drawing  # they must live as long as the registrations
 
 

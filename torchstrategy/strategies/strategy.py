@@ -101,9 +101,8 @@ class Strategy:
         self._running: tuple[ReplicaContext, ...] = ()
         self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every)
         if placement.num_replicas > 1:
-            install()
-            serve_layers_of_torch()
-            serve_lone_values()
+            for serve in (install, serve_layers_of_torch, serve_lone_values):
+                serve(self)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -91,7 +91,7 @@ def run_windows(
     context: Any = get_replica_context()
     given = context._inputs
     result = None
-    serve_lone_values()
+    serve_lone_values(context.strategy)
     token = trains_on_one.set(True)
     try:
         for number, window in enumerate(windows):

@@ -119,12 +119,12 @@ def run_script(setup: Setup) -> ScriptRun:
     Returns:
         The record.
     """
-    optimizer_hooks.install()  # sums come before what is recorded of a step
     run = ScriptRun(setup.size * setup.replicas, setup.size)
     printed = io.StringIO()
     recorder = ScriptRecorder(
         setup.rank, setup.max_steps, setup.max_bytes, lambda: _end_early(run, recorder, setup, printed)
     )
+    optimizer_hooks.install(recorder)  # sums come before what is recorded of a step
     with contextlib.ExitStack() as stack:
         _surround(stack, setup, run, printed)
         stack.enter_context(recorder.recording())

@@ -1,0 +1,180 @@
+"""Everything that the library does to torch and to Python, and when it ends.
+
+Nothing here is done by an import, except that the sources which torch's import leaves in ``linecache`` are dropped.
+
+constructors of modules, optimizers, schedulers, gradient scalers; copying them
+    A scope records what is made in it, also by copies and by unpickling. Until the last scope is left.
+constructors of optimizers, schedulers, gradient scalers
+    What is made outside for what was made inside is taken up. Until no strategy with several replicas is left.
+torch's global optimizer step hooks
+    Gradients are summed at ``optimizer.step()``. Until the same.
+``torch.nn.SyncBatchNorm.forward``
+    Torch's own knows no replicas of a strategy. Until the same.
+``functional.batch_norm``, ``functional.group_norm``
+    A share of one value for each channel trains. Until the same, or none that fits a model.
+``Module.zero_grad``, ``Optimizer.zero_grad``
+    Cleared gradients are new ones. Until the same, of those that have run.
+``torch.autograd._engine_run_backward``
+    ``backward`` and ``grad`` tell of gradients. Until the last run in progress ends.
+``sys.excepthook``
+    The other processes hear of an error that ends the program. Until the strategy is collected.
+``Module._compiled_call_impl``
+    ``ts.function`` compiles what it calls. Until the process ends.
+operators that draw random numbers, on a dispatch key of their own; ``torch.random.default_generator``
+    Replicas that run at once draw from streams of their own. Until the process ends; other threads have not
+    switched the key on.
+the C library's ``mallopt``
+    Steps find the memory that the last one freed: ``concurrent=True``, ``ts.utils.keep_freed_memory()``. Until the
+    process ends.
+
+On the program's own objects: a recorded object changes its class at the first ``run`` with several replicas in a
+process (to a facade of the same name), as does a gradient scaler (to one that sums first), and parameters of several
+replicas get a hook that tells of their backward passes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["PROCESS", "STRATEGIES", "Patch", "WhileUsed", "active", "note", "replace"]
+
+#: When changes end.
+STRATEGIES = "no strategy with several replicas is left"
+PROCESS = "the process ends"
+
+_MISSING = object()
+_active: dict[object, Patch] = {}
+
+
+class Patch(NamedTuple):
+    """Something that the library has changed in this process.
+
+    Args:
+        what: the attribute or the behaviour.
+        why: what for.
+        until: when it ends.
+    """
+
+    what: str
+    why: str
+    until: str
+
+
+def active() -> list[Patch]:
+    """Return what is changed now, in the order in which it was.
+
+    Example:
+        >>> from torchstrategy import patches
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> any(patch.what.endswith("SyncBatchNorm.forward") for patch in patches.active())
+        True
+    """
+    return list(_active.values())
+
+
+def note(what: str, why: str, until: str, undo: Callable[[], object] | None = None) -> Callable[[], None]:
+    """List a change that is made by other means than ``replace``.
+
+    Args:
+        what: the behaviour.
+        why: what for.
+        until: when it ends.
+        undo: ends it.
+
+    Returns:
+        What ends it and takes it from the list.
+    """
+    key = object()
+    _active[key] = Patch(what, why, until)
+
+    def end() -> None:
+        if _active.pop(key, None) is not None and undo is not None:
+            undo()
+
+    return end
+
+
+def replace(owner: Any, name: str, replacement: Any, why: str, until: str) -> Callable[[], None]:
+    """Replace an attribute of a class or module.
+
+    Args:
+        owner: the class or module.
+        name: of the attribute, which the class may have inherited.
+        replacement: what stands there from now on.
+        why: what for.
+        until: when it ends.
+
+    Returns:
+        What puts back the attribute as it was. Where another package has replaced it since, by something that may call
+        ours, it stays.
+    """
+    original = vars(owner).get(name, _MISSING)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not replacement:
+            return
+        if original is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+    module = f"{owner.__module__}." if isinstance(owner, type) else ""
+    return note(f"{module}{getattr(owner, '__qualname__', owner.__name__)}.{name}", why, until, undo)
+
+
+class WhileUsed:
+    """Changes that are made when they have a first user, and end when the last one is gone.
+
+    Args:
+        install: makes them, and returns what ends each.
+
+    Example:
+        >>> from torchstrategy import patches
+        >>> import string
+        >>> shouting = patches.WhileUsed(lambda: [patches.replace(string, "digits", "0!", "an example", "it is gone")])
+        >>> strategy = ts.MirroredStrategy(["cpu:0"])
+        >>> shouting.use(strategy)
+        >>> string.digits
+        '0!'
+        >>> del strategy
+        >>> import gc
+        >>> _ = gc.collect()
+        >>> string.digits
+        '0123456789'
+    """
+
+    def __init__(self, install: Callable[[], Iterable[Callable[[], None]]]) -> None:
+        self._install = install
+        self._ends: Sequence[Callable[[], None]] | None = None
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def use(self, user: Any) -> None:
+        """Make the changes, if they are not made, for as long as an object lives at least."""
+        with self._lock:
+            if user in self._users:
+                return
+            self._users.add(user)
+            if self._ends is None:
+                self._ends = list(self._install())
+        weakref.finalize(user, self._leave).atexit = False
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a user is left."""
+        return any(True for _ in self._users)
+
+    def _leave(self) -> None:
+        # A user may be collected at any time, also where this thread has the lock: who has it looks again.
+        while self._ends is not None and not self.has_users and self._lock.acquire(blocking=False):
+            try:
+                if self._ends is not None and not self.has_users:
+                    ends, self._ends = self._ends, None
+                    for end in reversed(ends):
+                        end()
+            finally:
+                self._lock.release()
