@@ -32,7 +32,7 @@ class Job:
     def __init__(self, strategy: ts.Strategy) -> None:
         self.strategy = strategy
         self.rank = strategy.workers.rank
-        self.early = strategy.gradients.summer._early
+        self.early = strategy.gradients.summer.early
         #: What happened in order: "start" of a bucket, "step", and how many gradients a step has taken from early sums.
         self.events: list[Any] = []
         if self.early is not None:

@@ -56,7 +56,7 @@ PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
 def run(names: list[str], implementation: str) -> dict[str, tuple[list[float], list[float], list[int]]]:
     """Return for each program its numbers without and with overlap, and how many gradients each sum has taken early."""
     reference, overlapping = strategy_of(False, implementation), strategy_of(True, implementation)
-    assert reference.gradients.summer._early is None
+    assert reference.gradients.summer.early is None
     found = {}
     for name in names:
         job = Job(overlapping)

@@ -301,8 +301,9 @@ def sum_gradients(
 def _sum_in_place(rows: Sequence[Sequence[Tensor]]) -> None:
     for row in rows:
         shape, dtype = row[0].shape, row[0].dtype
-        if dtype is torch.bool or any(part.shape != shape or part.dtype is not dtype for part in row):
-            _check_tensors(PerReplica(list(row)))
+        for part in row:
+            if part.shape != shape or part.dtype is not dtype or dtype is torch.bool:
+                _check_tensors(PerReplica(list(row)))
     total, *others = (list(column) for column in zip(*rows, strict=True))
     for column in others:
         torch._foreach_add_(total, [part.to(sum_.device) for part, sum_ in zip(column, total, strict=True)])
@@ -321,10 +322,14 @@ def _have_own_memory(rows: Sequence[Sequence[Tensor]]) -> bool:
     """Say whether each tensor can be written to without a change to another one or to a graph."""
     tensors = [tensor for row in rows for tensor in row]
     addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-    return len(set(addresses)) == len(addresses) and not any(
-        tensor.requires_grad or tensor.is_sparse or not (tensor.is_contiguous() or memory_order(tensor) is not None)
-        for tensor in tensors
-    )
+    if len(set(addresses)) < len(addresses):
+        return False
+    for tensor in tensors:
+        if tensor.requires_grad or tensor.is_sparse:
+            return False
+        if not tensor.is_contiguous() and memory_order(tensor) is None:
+            return False
+    return True
 
 
 def _check_tensors(value: DistributedValues) -> None:

@@ -160,8 +160,11 @@ class GradientLedger:
                 closed.append(key)
         if same:
             closed += [key for key, is_cleared in zip(same, _are_cleared(same.values()), strict=True) if is_cleared]
-        for key in closed:
-            self._close(local_id, key)
+        opened, notes = self._open[local_id], self._notes
+        for key in closed:  # of all parameters in each step, so without a call for each
+            del opened[key]
+            notes.pop(key, None)
+        self._unused.difference_update(closed)
 
     def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
         """Take notice of a backward pass that has added to a parameter's gradient.
@@ -306,6 +309,27 @@ class GradientLedger:
         if note is None or grad is None or note.state is not State.LOCAL:
             return None
         return note.passes if note.gradient() is grad and note.version == grad._version else None
+
+    def are_as_made(self, columns: Iterable[Sequence[Tensor]]) -> list[bool]:
+        """Say of each group of parameters whether no dense gradient is other than its backward pass has left it."""
+        notes, found = self._notes, []
+        for column in columns:
+            is_as_made = True
+            for parameter in column:
+                grad = parameter.grad
+                if grad is None or grad.is_sparse:
+                    continue
+                note = notes.get(id(parameter))
+                if (
+                    note is None
+                    or note.state is not State.LOCAL
+                    or note.gradient() is not grad
+                    or note.version != grad._version
+                ):
+                    is_as_made = False
+                    break
+            found.append(is_as_made)
+        return found
 
     def was_edited(self, parameter: Tensor) -> bool:
         """Say whether a replica's own gradient was changed in place since its backward pass, other than to zeros."""

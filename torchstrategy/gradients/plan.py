@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,8 @@ class Plan:
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Say whether these are the parameters, of which there are as many."""
-        return all(ref() is parameter for ref, parameter in zip(self._references, parameters, strict=True))
+        own = [reference() for reference in self._references]
+        return len(own) == len(parameters) and all(map(operator.is_, own, parameters))
 
     def is_due(self, writes: Sequence[int], check_every: int) -> bool:
         """Say whether the ranks' parameters are to be compared before this sum; the same on all ranks.

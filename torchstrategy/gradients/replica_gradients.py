@@ -60,7 +60,7 @@ class ReplicaGradients:
 
     def refresh(self) -> None:
         """Look again at which parameters the recorded modules have."""
-        note = _note_backward(weakref.ref(self.summer))
+        summer = weakref.ref(self.summer)
         with self._lock:
             for local_id, before in enumerate(self._parameters):
                 found: dict[int, weakref.ref[Tensor]] = {}
@@ -72,7 +72,7 @@ class ReplicaGradients:
                             known = weakref.ref(tensor)
                             if self._num_replicas > 1:
                                 self.ledger.watch(tensor, local_id)
-                                guard_parameter(tensor, local_id, self._running, note)
+                                guard_parameter(tensor, local_id, self._running, summer)
                         found[id(tensor)] = known
                 self._parameters[local_id] = found
 
@@ -87,7 +87,7 @@ class ReplicaGradients:
             RuntimeError: its parameters were not made in the strategy's scope.
         """
         parameters = optimizer_parameters(optimizer)
-        if not all(id(parameter) in self._parameters[local_id] for parameter in parameters):
+        if not self._parameters[local_id].keys() >= set(map(id, parameters)):
             self.refresh()
         owned = self._parameters[local_id]
         for parameter in parameters:
@@ -149,14 +149,3 @@ class ReplicaGradients:
         self.ledger.note_computed(context.local_id)
         if mean is not None:
             self.summer.mean_losses.note_computed(mean, gradients)
-
-
-def _note_backward(reference: weakref.ref[GradientSummer]) -> Callable[..., None]:
-    """Return what tells of a backward pass and does not keep a strategy alive."""
-
-    def note(parameter: Tensor, *, is_inside: bool) -> None:
-        summer = reference()
-        if summer is not None:
-            summer.note_backward(parameter, is_inside=is_inside)
-
-    return note

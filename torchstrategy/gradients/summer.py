@@ -137,9 +137,10 @@ class GradientSummer:
         self.ledger = ledger
         self._check_every = check_every
         self._dense = DenseSums(placement, ops, workers, options)
-        self._early: EarlySums | None = None
+        #: Sums that begin during ``backward``, if any do.
+        self.early: EarlySums | None = None
         if workers is not None and workers.early_device_types:
-            self._early = EarlySums(workers, options.bucket_bytes, ledger)
+            self.early = EarlySums(workers, options.bucket_bytes, ledger)
         self._plans = Plans()
         #: Looks at the losses that the replicas differentiate.
         self.mean_losses = MeanLossCheck()
@@ -192,15 +193,9 @@ class GradientSummer:
         summed = [*todo, *(k for k in range(len(columns)) if edited >> k & 1)]
         for local_id, part in enumerate(parts):
             self.ledger.note_sum([columns[k][local_id] for k in summed], part.run)
-        if self._early is not None and columns:
-            self._early.prepare(_early_reports(records), [k for k in travelling if not sparse >> k & 1])
+        if self.early is not None and columns:
+            self.early.prepare(_early_reports(records), [k for k in travelling if not sparse >> k & 1])
         return [None] * len(parts)
-
-    def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
-        """Take notice of a backward pass that has added to a parameter's gradient, in ``run`` or outside."""
-        self.ledger.note_backward(parameter, is_inside=is_inside)
-        if self._early is not None and is_inside:
-            self._early.note_backward(parameter)
 
     def sync_buffers(self) -> None:
         """Synchronise all changed buffers without gradients."""
@@ -241,8 +236,10 @@ class GradientSummer:
         rows = [self._states(part) for part in parts]
         doubts: list[list[Any]] = []
         for k, (column, states) in enumerate(zip(columns, zip(*rows, strict=True), strict=True)):
-            present = [grad for parameter in column if (grad := parameter.grad) is not None]
-            for grad in present:
+            for parameter in column:
+                grad = parameter.grad
+                if grad is None:
+                    continue
                 if grad.is_sparse:
                     sparse |= 1 << k
                 else:
@@ -257,6 +254,7 @@ class GradientSummer:
                     "same optimizers, and none may run `backward` again before `optimizer.step()`."
                 )
             if all(state in (State.EDITED, State.DOUBTFUL) for state in states):
+                present = [grad for parameter in column if (grad := parameter.grad) is not None]
                 doubts.append([k, State.DOUBTFUL not in states, *fingerprints(present)])
             marked |= is_summed << k
         changed = 0
@@ -265,7 +263,7 @@ class GradientSummer:
         weights = tuple(float(part.had_examples) for part in parts)
         firsts = [column[0] for column in columns]
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
-        early = self._early.report(plan, firsts) if self._early and plan is not None else None
+        early = self.early.report(plan, firsts) if self.early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
         step, optimizer = parts[0].step, parts[0].optimizer
         rates = writes = 0
@@ -325,9 +323,9 @@ class GradientSummer:
         self, columns: Sequence[Sequence[Tensor]], records: Sequence[_Record], indices: Sequence[int]
     ) -> set[int]:
         """Take the sums that have begun during ``backward``; return the positions of their parameters."""
-        if self._early is None or not columns:
+        if self.early is None or not columns:
             return set()
-        sums = self._early.finish(_early_reports(records))
+        sums = self.early.finish(_early_reports(records))
         taken = sums.keys() & set(indices)
         for k in taken:
             parameter = columns[k][0]
@@ -338,17 +336,20 @@ class GradientSummer:
         if not indices:
             return
         chosen = [columns[k] for k in indices]
-        rows = [[_dense_gradient(parameter) for parameter in column] for column in chosen]
-        may_overwrite = [all(map(self._is_ours, column)) for column in chosen]
+        rows: list[list[Tensor]] = []
+        # What is new here, or as `backward` made it: the program may keep other tensors.
+        may_overwrite = self.ledger.are_as_made(chosen)
+        for column in chosen:
+            row = []
+            for parameter in column:
+                grad = parameter.grad
+                row.append(_dense_gradient(parameter) if grad is None or grad.is_sparse else grad)
+            rows.append(row)
         sums = self._dense(indices, [column[0] for column in chosen], rows, may_overwrite)
-        for column, row in zip(chosen, sums, strict=True):
-            for parameter, total in zip(column, row, strict=True):
-                # `data` has a version of its own: the parts of a bucket share one.
-                parameter.grad = in_format_of(total.data, parameter)
-
-    def _is_ours(self, parameter: Tensor) -> bool:
-        """Say whether ``_dense_gradient`` is new, or as ``backward`` made it: the program may keep other tensors."""
-        return parameter.grad is None or parameter.grad.is_sparse or self.ledger.own_pass(parameter) is not None
+        for column, totals in zip(chosen, sums, strict=True):
+            for parameter, total in zip(column, totals, strict=True):
+                own = total.data  # which has a version of its own: the parts of a bucket share one
+                parameter.grad = own if own.stride() == parameter.stride() else in_format_of(own, parameter)
 
     def _sum_sparse(self, column: Sequence[Tensor]) -> None:
         present = [parameter.grad for parameter in column if parameter.grad is not None]

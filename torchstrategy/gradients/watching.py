@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.replicas.hooks import own_hook
 
 __all__ = ["guard_parameter", "watched"]
@@ -32,7 +33,7 @@ _ends: list[Callable[[], None]] = []
 
 
 def guard_parameter(
-    parameter: Tensor, local_id: int, running: Callable[[], int | None], note: Callable[..., None]
+    parameter: Tensor, local_id: int, running: Callable[[], int | None], summer: weakref.ref[GradientSummer]
 ) -> None:
     """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
 
@@ -41,8 +42,7 @@ def guard_parameter(
         local_id: the replica's position in the process.
         running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
             have no context.
-        note: called with the parameter and ``is_inside``, whether that is in ``run``, after each backward pass that has
-            added to its gradient.
+        summer: hears of each backward pass that has added to the parameter's gradient.
     """
     own = weakref.ref(parameter)
 
@@ -58,7 +58,11 @@ def guard_parameter(
                 f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
                 "to replica 0: read it from the model inside the replica function."
             )
-        note(tensor, is_inside=current is not None)
+        if (listener := summer()) is not None:
+            is_inside = current is not None
+            listener.ledger.note_backward(tensor, is_inside=is_inside)
+            if is_inside and listener.early is not None:
+                listener.early.note_backward(tensor)
 
     if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
         required = parameter.requires_grad

@@ -1,0 +1,15 @@
+"""What a step costs in the library, as ``python -m tests.step_calls`` prints it, does not grow."""
+
+import pytest
+
+from tests import step_calls
+
+
+@pytest.mark.parametrize(
+    ("count", "num_calls", "num_files"), [(step_calls.in_process, 15.5, 38), (step_calls.in_processes, 8, 42)]
+)
+def test_calls_for_each_parameter_and_files(count, num_calls, num_files):
+    calls = count(600)
+    dearest = {file: round(number / 600, 2) for file, number in calls.most_common(12)}
+    assert 0 < sum(calls.values()) / 600 <= num_calls, dearest
+    assert len(calls) <= num_files, sorted(calls)
