@@ -31,7 +31,6 @@ class _Viewed(Protocol):
     gradients: ReplicaGradients
     cross_device_ops: CrossDeviceOps
     _task: tuple[str, int]
-    _is_multi_worker: bool
 
     @property
     def is_chief(self) -> bool:
@@ -94,7 +93,7 @@ class StrategyExtended:
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each process runs the program by itself, as workers do."""
-        return self._strategy._is_multi_worker
+        return False
 
     @property
     def experimental_should_init(self) -> bool:

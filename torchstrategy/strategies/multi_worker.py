@@ -19,6 +19,7 @@ from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.joining import devices_of_process, join
 from torchstrategy.collectives.routes import choose_implementation
+from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]
@@ -56,8 +57,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         >>> strategy.num_replicas_in_sync
         2
     """
-
-    _is_multi_worker = True
 
     def __init__(
         self,
@@ -107,6 +106,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> Any:
         """The resolver that described the cluster."""
         return self._cluster_resolver
+
+    @property
+    @override
+    def extended(self) -> StrategyExtended:
+        return _WorkerExtended(self)
 
     def _log(self, job: Job | None, options: CommunicationOptions) -> None:
         """Say in one line what this worker found, as tf does."""
@@ -164,3 +168,12 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
 
 
 ExperimentalMultiWorkerMirroredStrategy.__name__ = "MultiWorkerMirroredStrategy"
+
+
+class _WorkerExtended(StrategyExtended):
+    """Each worker runs the program by itself."""
+
+    @property
+    @override
+    def experimental_between_graph(self) -> bool:
+        return True

@@ -66,7 +66,6 @@ class Strategy:
 
     #: Job and index of this process in the cluster, as its devices' names have them.
     _task: tuple[str, int] = ("localhost", 0)
-    _is_multi_worker = False
     #: Whether variables may be larger than this process's memory.
     _keeps_values_elsewhere = False
     #: Whether no optimizer of a replica function may update values of this process.
