@@ -162,7 +162,7 @@ class GradientLedger:
             closed += [key for key, is_cleared in zip(same, _are_cleared(same.values()), strict=True) if is_cleared]
         opened, notes = self._open[local_id], self._notes
         for key in closed:  # of all parameters in each step, so without a call for each
-            del opened[key]
+            opened.pop(key, None)  # which is gone if its parameter has just been collected
             notes.pop(key, None)
         self._unused.difference_update(closed)
 
