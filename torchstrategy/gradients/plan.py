@@ -14,7 +14,8 @@ from torchstrategy.collectives.packing import memory_order
 
 __all__ = ["Plan", "Plans", "describe_layout"]
 
-#: So often parameters are compared because some ranks wrote to them and others did not.
+#: So often, between two comparisons that are due anyway, parameters are compared because some ranks wrote to them and
+#: others did not.
 _NUM_UNLIKE = 20
 _Key = tuple[tuple[int, ...], tuple[Any, ...]]
 
@@ -54,6 +55,7 @@ class Plan:
         writes = [number - writes[0] for number in writes]
         is_unlike, self._writes = writes != self._writes, writes
         if self.num_sums < 2 or (self.num_sums + 1) % check_every == 0:
+            self._num_unlike = 0
             return True
         self._num_unlike += is_unlike
         return is_unlike and self._num_unlike <= _NUM_UNLIKE
