@@ -70,12 +70,8 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 "optimizer belongs to, so the gradients of its replicas could not be summed. Call it inside the "
                 "function that you give to `strategy.run`."
             )
-        if context is not None and context.strategy._updates_elsewhere:
-            raise RuntimeError(
-                f"{type(plain).__name__}.step() would update this process's values only: its parameters were not made "
-                f"in the scope of the {type(context.strategy).__name__}. Make module and optimizer inside "
-                "`with strategy.scope():`."
-            )
+        if context is not None:
+            context.strategy._check_lone_step(plain)
         return None
     context.strategy.gradients.check(plain, context.local_id)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -106,7 +106,6 @@ class BetweenGraphParameterServerStrategy(Strategy):
             logger.info("ParameterServerStrategy trains in this process alone, on %s: no cluster was found.", own)
         else:
             self._task = self._cluster_task
-            self._updates_elsewhere = True
             logger.info(
                 "ParameterServerStrategy with compute_devices = %s, as /job:%s/task:%d of the cluster %s",
                 tuple(full_device_name(device, *self._task) for device in own),
@@ -291,6 +290,15 @@ class BetweenGraphParameterServerStrategy(Strategy):
             loop.close()
             raise
         return loop, links
+
+    @override
+    def _check_lone_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._cluster_task is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() would update this process's values only: its parameters were not "
+                f"made in the scope of the {type(self).__name__}. Make module and optimizer inside "
+                "`with strategy.scope():`."
+            )
 
     def _refuse_task(self, job: str) -> NoReturn:
         if job == "ps":

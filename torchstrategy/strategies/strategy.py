@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context
@@ -68,8 +69,6 @@ class Strategy:
     _task: tuple[str, int] = ("localhost", 0)
     #: Whether variables may be larger than this process's memory.
     _keeps_values_elsewhere = False
-    #: Whether no optimizer of a replica function may update values of this process.
-    _updates_elsewhere = False
 
     def __init__(
         self,
@@ -588,6 +587,9 @@ class Strategy:
         if self.num_replicas_in_sync > 1:
             self._buffers.note_new()
         self._after_adoption()
+
+    def _check_lone_step(self, optimizer: Optimizer) -> None:
+        """Raise where the only replica's optimizer must not step by itself; for subclasses."""
 
     def _after_adoption(self) -> None:
         """Do what a strategy does with objects that were taken up; for subclasses."""
