@@ -6,10 +6,10 @@ from tests import step_calls
 
 
 @pytest.mark.parametrize(
-    ("count", "num_calls", "num_files"), [(step_calls.in_process, 15.5, 38), (step_calls.in_processes, 8, 42)]
+    ("count", "num_calls", "num_files"), [(step_calls.in_process, 14.5, 38), (step_calls.in_processes, 8, 42)]
 )
 def test_calls_for_each_parameter_and_files(count, num_calls, num_files):
     calls = count(600)
     dearest = {file: round(number / 600, 2) for file, number in calls.most_common(12)}
-    assert 0 < sum(calls.values()) / 600 <= num_calls, dearest
+    assert 0 < step_calls.of_parameters(calls, 600) <= num_calls, dearest
     assert len(calls) <= num_files, sorted(calls)
