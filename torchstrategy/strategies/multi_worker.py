@@ -110,6 +110,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     @override
     def extended(self) -> StrategyExtended:
+        """What tf keeps in ``StrategyExtended``; here ``experimental_between_graph`` is true."""
         return _WorkerExtended(self)
 
     def _log(self, job: Job | None, options: CommunicationOptions) -> None:
