@@ -158,9 +158,9 @@ class WhileUsed:
         with self._lock:
             if user in self._users:
                 return
-            self._users.add(user)
             if self._ends is None:
                 self._ends = list(self._install())
+            self._users.add(user)
         weakref.finalize(user, self._leave).atexit = False
 
     @property
