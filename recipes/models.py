@@ -55,6 +55,28 @@ def deep_mlp(hidden_size: int, num_layers: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden_size, 10))
 
 
+class ManyParameters(nn.Module):
+    """A network of many tiny dense layers, each with a way around it: nearly all of its step is a cost per parameter.
+
+    Args:
+        width: of the layers.
+        num_layers: of two parameters each, with the first one and the last one.
+    """
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(28 * 28, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers - 2))
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits ``[batch, 10]``."""
+        hidden = self.first(images.flatten(1))
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.last(hidden)
+
+
 class Transformer(nn.Module):
     """An encoder that reads an image row by row.
 
