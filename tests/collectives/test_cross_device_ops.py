@@ -144,7 +144,9 @@ def gradients(count, *, dtype=torch.float32):
 def sums_of(rows, ops=None, may_overwrite=None):
     devices = [torch.device("cpu", i) for i in range(len(rows[0]))]
     may_overwrite = [True] * len(rows) if may_overwrite is None else may_overwrite
-    return sum_gradients(ops or ts.ReductionToOneDevice(), rows, may_overwrite, devices, CommunicationOptions())
+    by_replica = [list(column) for column in zip(*rows, strict=True)]
+    sums = sum_gradients(ops or ts.ReductionToOneDevice(), by_replica, may_overwrite, devices, CommunicationOptions())
+    return [list(row) for row in zip(*sums, strict=True)]
 
 
 @pytest.mark.parametrize("count", [2, 3])

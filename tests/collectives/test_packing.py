@@ -4,6 +4,7 @@ import torch
 from torchstrategy.collectives.packing import (
     as_bytes,
     group_by_layout,
+    have_own_memory,
     in_format_of,
     in_memory_order,
     memory_order,
@@ -116,3 +117,16 @@ def test_groups_of_one_layout():
     sparse = torch.zeros(2).to_sparse()
     tensors = [torch.zeros(2), torch.zeros(1, dtype=torch.int64), sparse, torch.zeros(3), torch.zeros(1).to_sparse()]
     assert group_by_layout(tensors) == [(torch.float32, [0, 3]), (torch.int64, [1]), (torch.float32, [2, 4])]
+
+
+def test_memory_that_may_be_written_to():
+    buffer = torch.zeros(12)
+    assert have_own_memory([buffer[:4], buffer[4:8], torch.zeros(2, 3).t(), torch.zeros(0), torch.zeros(())])
+    assert have_own_memory([buffer[:0], buffer[:0], LAST])
+    assert not have_own_memory([buffer[:5], torch.zeros(3), buffer[4:8]])
+    assert not have_own_memory([buffer, buffer.view(3, 4)])
+    assert not have_own_memory([buffer[2:4], buffer])
+    assert not have_own_memory([buffer[::2]])  # another one may lie in its gaps
+    assert not have_own_memory([torch.zeros(3).expand(2, 3)])
+    assert not have_own_memory([torch.zeros(3, requires_grad=True)])
+    assert not have_own_memory([torch.zeros(3).to_sparse()])

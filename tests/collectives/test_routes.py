@@ -105,7 +105,7 @@ def test_gpus_keep_nccl_and_tensors_of_the_cpu_share_memory(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
     found = routes_of((0, 0), NCCL)
     assert sorted(made) == [(rank, 2, timedelta(seconds=30)) for rank in range(2)]
-    gpu_tensor = SimpleNamespace(device=torch.device("cuda"), is_cpu=False, numel=lambda: 1, element_size=lambda: 4)
+    gpu_tensor = SimpleNamespace(device=torch.device("cuda"), is_cpu=False, nbytes=4)
     for one in found:
         assert one.lines[0] == "tensors on GPUs over NCCL"
         assert type(one.plane_of(gpu_tensor)) is NcclPlane
@@ -169,9 +169,7 @@ def runtime_of(rank, connects_processes):
 
 def test_xla_devices_have_collectives_of_their_own():
     """Unless XLA does not connect them: then their tensors go through the CPU, also where gloo takes those of GPUs."""
-    xla_tensor = SimpleNamespace(
-        device=torch.device("xla", 0), is_cpu=False, numel=lambda: 9_000, element_size=lambda: 4
-    )
+    xla_tensor = SimpleNamespace(device=torch.device("xla", 0), is_cpu=False, nbytes=36_000)
     for connects, plane, line in (
         (True, XlaPlane, "tensors on XLA devices by XLA's collectives"),
         (False, StagedPlane, "tensors on XLA's virtual CPU devices through the CPU"),

@@ -65,6 +65,24 @@ def test_sums_are_added_in_the_order_of_ranks_bit_for_bit(planes, dtype):
             assert torch.equal(tensor, expected_sum(len(planes), length, dtype)), (length, dtype)
 
 
+def test_tensors_are_summed_where_they_lie_as_if_they_were_one(planes):
+    lists = [[7], [3, 0, 5], [600] * 5, [1, 5000, 2, 40, 3000, 0], [9] * 700]
+
+    def run(rank):
+        found = []
+        for number, sizes in enumerate(lists):
+            whole = values(rank + number, sum(sizes), torch.float32)
+            tensors = [part.clone().view(-1, 1) for part in whole.split(sizes)]
+            planes[rank].start_sum_of(tensors)(no_check)
+            planes[rank].start_sum(whole)(no_check)
+            found.append((tensors, whole))
+        return found
+
+    for found in on_ranks(len(planes), run):
+        for sizes, (tensors, whole) in zip(lists, found, strict=True):
+            assert all(map(torch.equal, (tensor.view(-1) for tensor in tensors), whole.split(sizes)))
+
+
 def test_not_a_number_and_infinities_are_the_same_bits_everywhere(planes):
     def run(rank):
         bits = torch.tensor([0x7FC00001 + rank, 0x7F800000, 0x7F800000], dtype=torch.int32).repeat(700)

@@ -38,7 +38,7 @@ def test_one_part_is_copied():
 
 def test_complex_numbers_are_twice_as_many_real_ones():
     tensor = torch.tensor([1 + 2j, 3 + 4j])
-    numbers = as_addable(tensor)
+    (numbers,) = as_addable([tensor])
     assert numbers.tolist() == [1.0, 2.0, 3.0, 4.0]
     numbers += 1
     assert tensor.tolist() == [2 + 3j, 4 + 5j]
@@ -48,7 +48,7 @@ def test_complex_numbers_are_twice_as_many_real_ones():
 def test_other_dtypes_are_refused(dtype):
     assert not is_addable(dtype)
     with pytest.raises(InvalidArgumentError, match="Can't sum tensors of dtype"):
-        as_addable(torch.ones(2).to(dtype))
+        as_addable([torch.ones(2).to(dtype)])
 
 
 @pytest.mark.parametrize("shapes", [[(2, 2)], [(2,), (), (1, 1)]])

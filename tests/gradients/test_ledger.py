@@ -97,7 +97,6 @@ def test_what_is_known_of_a_parameter_goes_with_it():
     train_once(strategy)
     gc.collect()
     assert not strategy.gradients.ledger._notes
-    assert not strategy.gradients.ledger._references
 
 
 def test_torch_has_its_own_functions_outside_run():

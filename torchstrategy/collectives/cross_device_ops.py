@@ -17,7 +17,7 @@ from torchstrategy.base.devices import canonical_device, tensor_device
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
-from torchstrategy.collectives.packing import memory_order, pack, split_into_packs, unpack
+from torchstrategy.collectives.packing import have_own_memory, pack, split_into_packs, unpack
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice", "sum_gradients"]
@@ -277,38 +277,43 @@ def sum_gradients(
 
     Args:
         ops: how they are combined.
-        rows: of each parameter, one gradient for each replica.
+        rows: for each replica its gradients, in one order.
         may_overwrite: for each parameter, whether the sum may be written to the gradients' memory.
         destinations: the replicas' devices.
         options: hints.
 
     Returns:
-        For each parameter the sum, once for each replica.
+        For each replica the sums.
     """
     sums = [list(row) for row in rows]
     in_place = [k for k, may in enumerate(may_overwrite) if may] if _adds_in_order(ops, destinations) else []
-    if in_place and _have_own_memory([rows[k] for k in in_place]):
-        _sum_in_place([rows[k] for k in in_place])
+    chosen = [[row[k] for k in in_place] for row in rows]
+    if in_place and have_own_memory([tensor for row in chosen for tensor in row]):
+        _sum_in_place(chosen)
     else:
         in_place = []
-    rest = sorted(set(range(len(rows))) - set(in_place))
-    pairs = [(PerReplica(sums[k]), destinations) for k in rest]
-    for k, value in zip(rest, ops.batch_reduce(ReduceOp.SUM, pairs, options) if pairs else (), strict=True):
-        sums[k] = list(value.values)
+    if len(in_place) < len(may_overwrite):
+        rest = sorted(set(range(len(may_overwrite))) - set(in_place))
+        pairs = [(PerReplica([row[k] for row in rows]), destinations) for k in rest]
+        for k, value in zip(rest, ops.batch_reduce(ReduceOp.SUM, pairs, options), strict=True):
+            for row, total in zip(sums, value.values, strict=True):
+                row[k] = total
     return sums
 
 
-def _sum_in_place(rows: Sequence[Sequence[Tensor]]) -> None:
-    for row in rows:
-        shape, dtype = row[0].shape, row[0].dtype
-        for part in row:
-            if part.shape != shape or part.dtype is not dtype or dtype is torch.bool:
-                _check_tensors(PerReplica(list(row)))
-    total, *others = (list(column) for column in zip(*rows, strict=True))
-    for column in others:
-        torch._foreach_add_(total, [part.to(sum_.device) for part, sum_ in zip(column, total, strict=True)])
-    for column in others:
-        torch._foreach_copy_(column, total)
+def _sum_in_place(rows: Sequence[list[Tensor]]) -> None:
+    total, *others = rows
+    shapes, dtypes = [part.shape for part in total], [part.dtype for part in total]
+    are_alike = torch.bool not in dtypes
+    for row in others:
+        are_alike = are_alike and [part.shape for part in row] == shapes and [part.dtype for part in row] == dtypes
+    if not are_alike:
+        for parts in zip(*rows, strict=True):
+            _check_tensors(PerReplica(list(parts)))
+    for row in others:
+        torch._foreach_add_(total, [part.to(sum_.device) for part, sum_ in zip(row, total, strict=True)])
+    for row in others:
+        torch._foreach_copy_(row, total)
 
 
 def _adds_in_order(ops: CrossDeviceOps, destinations: Devices) -> bool:
@@ -316,20 +321,6 @@ def _adds_in_order(ops: CrossDeviceOps, destinations: Devices) -> bool:
     if type(ops) is not ReductionToOneDevice or ops.accumulation_fn is not _add_in_order:
         return False
     return tensor_device(ops.reduce_to_device or destinations[0]) == tensor_device(destinations[0])
-
-
-def _have_own_memory(rows: Sequence[Sequence[Tensor]]) -> bool:
-    """Say whether each tensor can be written to without a change to another one or to a graph."""
-    tensors = [tensor for row in rows for tensor in row]
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-    if len(set(addresses)) < len(addresses):
-        return False
-    for tensor in tensors:
-        if tensor.requires_grad or tensor.is_sparse:
-            return False
-        if not tensor.is_contiguous() and memory_order(tensor) is None:
-            return False
-    return True
 
 
 def _check_tensors(value: DistributedValues) -> None:

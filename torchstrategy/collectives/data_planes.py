@@ -160,7 +160,8 @@ class _WaitingPlane(abc.ABC):
 
     def start_sum(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
-        return functools.partial(self._sum, as_addable(tensor))
+        (numbers,) = as_addable([tensor])
+        return functools.partial(self._sum, numbers)
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
         """See ``DataPlane``."""

@@ -11,6 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 __all__ = [
     "as_bytes",
     "group_by_layout",
+    "have_own_memory",
     "in_format_of",
     "in_memory_order",
     "memory_order",
@@ -85,6 +86,25 @@ def in_memory_order(tensor: Tensor, order: Sequence[int] | None) -> Tensor:
         return tensor
     inverse = [order.index(axis) for axis in range(len(order))]
     return tensor.view([tensor.shape[axis] for axis in order]).permute(inverse)
+
+
+def have_own_memory(tensors: Sequence[Tensor]) -> bool:
+    """Say whether each tensor can be written to without a change to another one or to a graph."""
+    spans = []
+    for tensor in tensors:
+        if tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        if not tensor.is_contiguous() and memory_order(tensor) is None:
+            return False  # others may lie in its gaps
+        spans.append((tensor.data_ptr(), tensor.nbytes))
+    spans.sort()
+    end = -1
+    for start, num_bytes in spans:
+        if num_bytes:
+            if start < end:
+                return False
+            end = start + num_bytes
+    return True
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.base.options import CommunicationOptions
+from torchstrategy.collectives.chunks import copy_out
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import SumPlane, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.packing import as_bytes, group_by_layout, pack, plan_buckets, unpack, unpack_copies
@@ -29,7 +30,8 @@ from torchstrategy.collectives.routes import (
     usable_compression,
     wants_overlap,
 )
-from torchstrategy.collectives.summing import is_addable, sum_columns
+from torchstrategy.collectives.shared_memory import SharedMemoryPlane
+from torchstrategy.collectives.summing import as_addable, is_addable, sum_columns
 from torchstrategy.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -193,7 +195,7 @@ class WorkerGroup(RecordGroup):
         outputs = [torch.empty_like(padded) for _ in range(self.size)]
         own = as_bytes(padded)
         plane = self.routes.plane_of(own)
-        self._finish(plane.start_all_gather([as_bytes(out) for out in outputs], own), operation, plane, own)
+        self._finish(plane.start_all_gather([as_bytes(out) for out in outputs], own), operation, plane, own.nbytes)
         return [out[: shape.numel()].view(shape) for out, shape in zip(outputs, shapes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
@@ -210,7 +212,7 @@ class WorkerGroup(RecordGroup):
                 continue
             own = as_bytes(flat)
             plane = self.routes.plane_of(own)
-            self._finish(plane.start_broadcast(own), operation, plane, own)
+            self._finish(plane.start_broadcast(own), operation, plane, own.nbytes)
             with torch.no_grad():
                 for tensor, value in zip(members, unpack(flat, members), strict=True):
                     tensor.copy_(value)
@@ -227,6 +229,24 @@ class WorkerGroup(RecordGroup):
         """Do as ``start_sum`` over the ways of gradients, on which they may become smaller."""
         return self._start_sum(self.gradient_routes.plane_of(tensor), tensor, operation)
 
+    def sums_in_place(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether gradients of one dtype and device need no bucket that stays; the same on all ranks."""
+        routes = self.gradient_routes
+        is_small = sum([tensor.nbytes for tensor in tensors]) <= routes.small_bytes
+        return tensors[0].is_cpu and (is_small or isinstance(routes.large, SharedMemoryPlane))
+
+    def sum_in_place(self, tensors: Sequence[Tensor], operation: str) -> None:
+        """Replace such contiguous gradients by their sums over ranks; the caller has checked that the ranks agree."""
+        num_bytes = sum([tensor.nbytes for tensor in tensors])
+        plane = self.gradient_routes.host_plane_of(num_bytes)
+        if isinstance(plane, SharedMemoryPlane):
+            self._finish(plane.start_sum_of(tensors), operation, plane, num_bytes)
+            return
+        numbers = as_addable(tensors)
+        flat = torch.cat(numbers)
+        self._finish(plane.start_sum(flat), operation, plane, num_bytes)
+        copy_out(flat, numbers)
+
     @property
     def early_device_types(self) -> frozenset[str]:
         """The types of devices whose gradients can be summed by ``start_early_sum``."""
@@ -242,7 +262,7 @@ class WorkerGroup(RecordGroup):
             return self._start_sum(plane, tensor, operation)
         except RuntimeError as error:  # a lost rank; it is told where the sum is waited for, not in `backward`
             return functools.partial(
-                self._finish, functools.partial(_raise_broken, str(error)), operation, plane, tensor
+                self._finish, functools.partial(_raise_broken, str(error)), operation, plane, tensor.nbytes
             )
 
     def leave_early_sums(self) -> None:
@@ -251,7 +271,7 @@ class WorkerGroup(RecordGroup):
             outlive_program(plane)
 
     def _start_sum(self, plane: SumPlane, tensor: Tensor, operation: str) -> Callable[[], None]:
-        return functools.partial(self._finish, plane.start_sum(tensor), operation, plane, tensor)
+        return functools.partial(self._finish, plane.start_sum(tensor), operation, plane, tensor.nbytes)
 
     def _with_record(self, tensors: Sequence[Tensor], groups: Sequence[tuple[torch.dtype, list[int]]]) -> bytes | None:
         """Return the bytes of tensors that are small enough to travel with the record; ``None`` if they are not."""
@@ -262,8 +282,8 @@ class WorkerGroup(RecordGroup):
             return None
         return b"".join(to_bytes(tensors[i]) for _, indices in groups for i in indices)
 
-    def _finish(self, wait: Wait, operation: str, plane: SumPlane, tensor: Tensor) -> None:
-        with label("move", operation, tensor.nbytes, "bytes by", route_of(plane)):
+    def _finish(self, wait: Wait, operation: str, plane: SumPlane, num_bytes: int) -> None:
+        with label("move", operation, num_bytes, "bytes by", route_of(plane)):
             self._guarded(operation, wait)
 
 

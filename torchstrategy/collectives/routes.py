@@ -94,13 +94,12 @@ class Routes:
         plane = self.accelerators.get(tensor.device.type)
         if plane is not None:
             return plane
-        plane = self.host_plane_of(tensor)
+        plane = self.host_plane_of(tensor.nbytes)
         return plane if tensor.is_cpu or (self.takes_accelerators and plane is self.large) else StagedPlane(plane)
 
-    def host_plane_of(self, tensor: Tensor) -> DataPlane:
-        """Return what carries a tensor once it is on the CPU."""
-        is_small = tensor.numel() * tensor.element_size() <= self.small_bytes
-        return self.small if is_small else self.large
+    def host_plane_of(self, num_bytes: int) -> DataPlane:
+        """Return what carries a tensor of so many bytes once it is on the CPU."""
+        return self.small if num_bytes <= self.small_bytes else self.large
 
     def add_xla(self, runtime: TpuRuntime, exchange: Exchange, agree: Callable[[], object]) -> None:
         """Take up XLA's own collectives for tensors on the runtime's device; every rank calls this.

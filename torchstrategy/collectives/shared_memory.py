@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.labels import label
+from torchstrategy.collectives.chunks import Chunk, copy_in, copy_out, divide
 from torchstrategy.collectives.connections import Channel, Check, connect_ranks
 from torchstrategy.collectives.summing import as_addable, sum_in_order
 
@@ -88,9 +89,11 @@ class SharedMemoryPlane:
 
     def start_sum(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
-        numbers = as_addable(tensor)
-        in_one_step = self._size == 2 or tensor.nbytes <= _ONE_STEP_BYTES
-        return self._start(functools.partial(self._sum_whole if in_one_step else self._sum_parts, numbers))
+        return self.start_sum_of([tensor])
+
+    def start_sum_of(self, tensors: Sequence[Tensor]) -> Wait:
+        """Do as ``start_sum`` with several contiguous tensors of one dtype, as if they lay one after the other."""
+        return self._start(functools.partial(self._sum, as_addable(tensors)))
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
         """See ``DataPlane``."""
@@ -109,25 +112,39 @@ class SharedMemoryPlane:
         while job in self._queue:
             self._queue.popleft()(check)
 
-    def _sum_whole(self, numbers: Tensor, check: Check) -> None:
+    def _sum(self, numbers: Sequence[Tensor], check: Check) -> None:
+        sizes, item = tuple([part.numel() for part in numbers]), numbers[0].element_size()
+        num_bytes = sum(sizes) * item
+        in_one_step = self._size == 2 or num_bytes <= _ONE_STEP_BYTES
+        # Small models' processes have less of the memory for it, and their sums take hardly longer.
+        length = (self._chunk_bytes // 2 if num_bytes <= _SMALL_BYTES else self._chunk_bytes) // item
+        chunks = divide(numbers, sizes, length, 1 if in_one_step else self._size, _ALIGNMENT // item)
+        if chunks:
+            (self._sum_whole if in_one_step else self._sum_parts)(chunks, check)
+
+    def _sum_whole(self, chunks: Sequence[Chunk], check: Check) -> None:
         """Let every rank add up everything."""
-        chunks = self._split(numbers)
         uploads = [self._upload(chunk, check) for chunk in chunks[:_AHEAD]]
         for number, chunk in enumerate(chunks):
             slot, mark = uploads[number]
             self._wait(mark, check)
-            parts = [self._input(slot, rank, chunk) for rank in range(self._size)]
-            if self._size == 2:
-                parts[self._index] = chunk
-            sum_in_order(parts, chunk)
+            (pieces,) = chunk.parts
+            columns = [chunk.places(area)[0] for area in self._inputs[slot]]
+            if len(pieces) > 1:
+                total = torch.empty_like(columns[0])
+                sum_in_order(columns, total)
+                copy_out(total, pieces)
+            else:
+                if self._size == 2:
+                    columns[self._index] = pieces[0]
+                sum_in_order(columns, pieces[0])
             self._free_at[slot] = self._sent + 1
             if number + _AHEAD < len(chunks):
                 uploads.append(self._upload(chunks[number + _AHEAD], check))
 
-    def _sum_parts(self, numbers: Tensor, check: Check) -> None:
+    def _sum_parts(self, chunks: Sequence[Chunk], check: Check) -> None:
         """Let every rank add up a part of each chunk."""
-        chunks = self._split(numbers)
-        uploads = [self._upload_parts(chunk, check) for chunk in chunks[:_AHEAD]]
+        uploads = [self._upload(chunk, check) for chunk in chunks[:_AHEAD]]
         added: list[tuple[int, int]] = []
         for number, chunk in enumerate(chunks):
             slot, mark = uploads[number]
@@ -139,39 +156,37 @@ class SharedMemoryPlane:
             if number > 0:
                 self._download(chunks[number - 1], *added[number - 1], check)
             if number + _AHEAD < len(chunks):
-                uploads.append(self._upload_parts(chunks[number + _AHEAD], check))
+                uploads.append(self._upload(chunks[number + _AHEAD], check))
         self._download(chunks[-1], *added[-1], check)
 
-    def _upload(self, chunk: Tensor, check: Check) -> tuple[int, int]:
-        """Copy a chunk to the memory; return the slot, and the mark at which all ranks have done so."""
+    def _upload(self, chunk: Chunk, check: Check) -> tuple[int, int]:
+        """Copy what the others need of a chunk; return the slot, and the mark at which all ranks have done so."""
         slot = self._take_slot(check)
-        self._input(slot, self._index, chunk).copy_(chunk)
+        places = chunk.places(self._inputs[slot][self._index])
+        for rank, (place, pieces) in enumerate(zip(places, chunk.parts, strict=True)):
+            if len(places) == 1 or rank != self._index:
+                copy_in(place, pieces)
         return slot, self._signal(check)
 
-    def _upload_parts(self, chunk: Tensor, check: Check) -> tuple[int, int]:
-        """Copy what the other ranks need of a chunk; returns as ``_upload``."""
-        slot = self._take_slot(check)
-        area = self._input(slot, self._index, chunk)
-        for rank in self._peers:
-            self._part(area, rank).copy_(self._part(chunk, rank))
-        return slot, self._signal(check)
-
-    def _add_up(self, chunk: Tensor, slot: int) -> None:
+    def _add_up(self, chunk: Chunk, slot: int) -> None:
         """Add up this rank's part of a chunk."""
-        own = self._part(chunk, self._index)
-        if own.numel():
-            parts = [self._part(self._input(slot, rank, chunk), self._index) for rank in range(self._size)]
-            parts[self._index] = own
-            total = self._part(self._result(slot, chunk), self._index)
-            sum_in_order(parts, total)
-            own.copy_(total)
+        own = chunk.parts[self._index]
+        if own:
+            columns = [chunk.places(area)[self._index] for area in self._inputs[slot]]
+            if len(own) == 1:
+                columns[self._index] = own[0]
+            else:
+                copy_in(columns[self._index], own)  # nobody else reads this part of it
+            total = chunk.places(self._results[slot])[self._index]
+            sum_in_order(columns, total)
+            copy_out(total, own)
 
-    def _download(self, chunk: Tensor, slot: int, mark: int, check: Check) -> None:
+    def _download(self, chunk: Chunk, slot: int, mark: int, check: Check) -> None:
         """Copy what the other ranks have added up."""
         self._wait(mark, check)
-        result = self._result(slot, chunk)
+        places = chunk.places(self._results[slot])
         for rank in self._peers:
-            self._part(chunk, rank).copy_(self._part(result, rank))
+            copy_out(places[rank], chunk.parts[rank])
 
     def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, check: Check) -> None:
         outputs[self._index].copy_(tensor)
@@ -185,7 +200,7 @@ class SharedMemoryPlane:
             self._free_at[slot] = self._sent + 1
 
     def _broadcast(self, tensor: Tensor, check: Check) -> None:
-        for chunk in self._split(tensor):
+        for chunk in torch.split(tensor, self._chunk_bytes):
             slot = self._take_slot(check)
             area = self._input(slot, 0, chunk)
             if self._index == 0:
@@ -195,22 +210,8 @@ class SharedMemoryPlane:
                 chunk.copy_(area)
             self._free_at[slot] = self._sent + 1
 
-    def _split(self, numbers: Tensor) -> Sequence[Tensor]:
-        # Small models' processes have less of the memory for it, and their sums take hardly longer.
-        size = self._chunk_bytes // 2 if numbers.nbytes <= _SMALL_BYTES else self._chunk_bytes
-        return torch.split(numbers, size // numbers.element_size())
-
     def _input(self, slot: int, rank: int, like: Tensor) -> Tensor:
-        return self._inputs[slot][rank][: _num_bytes(like)].view(like.dtype)
-
-    def _result(self, slot: int, like: Tensor) -> Tensor:
-        return self._results[slot][: _num_bytes(like)].view(like.dtype)
-
-    def _part(self, chunk: Tensor, rank: int) -> Tensor:
-        """Return the part of a chunk that one rank adds up."""
-        unit = _ALIGNMENT // chunk.element_size()
-        length = -(-chunk.numel() // (self._size * unit)) * unit
-        return chunk[rank * length : (rank + 1) * length]
+        return self._inputs[slot][rank][: like.numel()]
 
     def _take_slot(self, check: Check) -> int:
         slot, self._slot = self._slot, (self._slot + 1) % _NUM_SLOTS
@@ -378,10 +379,6 @@ def _reasons(by_rank: Sequence[str]) -> str:
     """Return each reason with the first rank that has it; empty if there is none."""
     distinct = [reason for reason in dict.fromkeys(by_rank) if reason]
     return "; ".join(f"rank {by_rank.index(reason)}: {reason}" for reason in distinct)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _close_all(sockets: Sequence[socket.socket]) -> None:

@@ -19,16 +19,18 @@ _ADDABLE = {
 }
 
 
-def as_addable(tensor: Tensor) -> Tensor:
-    """Return the numbers of a contiguous tensor in one dimension; complex ones as twice as many real ones.
+def as_addable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the numbers of contiguous tensors of one dtype, in one dimension; complex ones as twice as many real ones.
 
     Raises:
         InvalidArgumentError: tensors of this dtype can't be added.
     """
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
-    if not is_addable(numbers.dtype):
-        raise InvalidArgumentError(f"Can't sum tensors of dtype {tensor.dtype}. Convert them, for example to float32.")
-    return numbers
+    dtype = tensors[0].dtype
+    if dtype.is_complex:
+        tensors = [torch.view_as_real(tensor) for tensor in tensors]
+    if not is_addable(tensors[0].dtype):
+        raise InvalidArgumentError(f"Can't sum tensors of dtype {dtype}. Convert them, for example to float32.")
+    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
 
 
 def is_addable(dtype: torch.dtype) -> bool:

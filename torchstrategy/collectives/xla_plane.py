@@ -32,7 +32,7 @@ class XlaPlane:
         runtime: this process's device.
         ordinals: for each rank the place of its device in XLA's order.
         agree: waits until every rank is about to launch the same collective; raises if one has failed.
-        host_plane_of: returns what carries a tensor of the CPU.
+        host_plane_of: returns what carries a tensor of the CPU, by its bytes.
     """
 
     route = "XLA"
@@ -42,7 +42,7 @@ class XlaPlane:
         runtime: TpuRuntime,
         ordinals: Sequence[int],
         agree: Callable[[], object],
-        host_plane_of: Callable[[Tensor], DataPlane],
+        host_plane_of: Callable[[int], DataPlane],
     ) -> None:
         if sorted(ordinals) != list(range(len(ordinals))):
             raise RuntimeError(
@@ -77,7 +77,7 @@ class XlaPlane:
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
         """See ``DataPlane``; of any dtype. Initial values travel so, once, through the CPU."""
-        return StagedPlane(self._host_plane_of(tensor)).start_broadcast(tensor)
+        return StagedPlane(self._host_plane_of(tensor.nbytes)).start_broadcast(tensor)
 
     def _begin(self) -> None:
         self._runtime.sync()  # what is traced may differ between ranks, or fail on one

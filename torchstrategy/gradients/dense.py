@@ -1,17 +1,18 @@
-"""Sums of dense gradients: first over the replicas of this process, then between processes in buckets."""
+"""Sums of dense gradients: first over the replicas of this process, then between processes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import info_once
 from torchstrategy.base.options import CommunicationOptions, PowerSGD
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, sum_gradients
-from torchstrategy.collectives.packing import pack, plan_buckets, unpack
+from torchstrategy.collectives.packing import group_by_layout, have_own_memory, memory_order, pack, plan_buckets, unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.gradients.power_sgd import LowRankSums
 
@@ -56,42 +57,91 @@ class DenseSums:
         Args:
             indices: the parameters' positions in their optimizer; equal on all ranks.
             parameters: the first local replica's.
-            rows: of each parameter, one gradient for each local replica.
+            rows: for each local replica, these parameters' gradients.
             may_overwrite: for each parameter, whether the sum may be written to the gradients' memory.
 
         Returns:
-            For each parameter the sum, once for each local replica.
+            For each local replica the sums.
         """
         devices = self._placement.devices
         sums = [list(row) for row in rows]
         if len(devices) > 1:
             sums = sum_gradients(self._ops, rows, may_overwrite, devices, self._options)
-        num_buckets = 0
+        num_packs = 0
         if self._workers is not None:
-            firsts = [row[0] for row in sums]
             if self.low_rank is not None:
-                totals, num_buckets = self.low_rank(indices, parameters, firsts)
+                totals, num_packs = self.low_rank(indices, parameters, sums[0])
             else:
-                totals, num_buckets = self._sum_in_buckets(self._workers, firsts, parameters)
-            sums = [[t] if len(devices) == 1 else list(self._ops.broadcast(t, devices).values) for t in totals]
-        self._announce(len(rows), num_buckets)
+                may = may_overwrite if len(devices) == 1 else [True] * len(indices)  # what is new, or allowed as well
+                totals, num_packs = self._sum_between(self._workers, sums[0], parameters, may)
+            sums = [totals]
+            if len(devices) > 1:
+                copies = [self._ops.broadcast(total, devices).values for total in totals]
+                sums = [list(row) for row in zip(*copies, strict=True)]
+        self._announce(len(indices), num_packs)
         return sums
+
+    def _sum_between(
+        self,
+        workers: WorkerGroup,
+        tensors: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        may_overwrite: Sequence[bool],
+    ) -> tuple[list[Tensor], int]:
+        """Return the sums over processes: made where the gradients lie if memory is shared, or else in buckets."""
+        sums, rest, num_packs = list(tensors), [], 0
+        for _, indices in group_by_layout(tensors):
+            members = [tensors[i] for i in indices]
+            if not workers.sums_in_place(members):
+                rest += indices
+                continue
+            may = [may_overwrite[i] for i in indices] if have_own_memory(members) else [False] * len(indices)
+            members, rows = _in_own_memory(members, [parameters[i] for i in indices], may)
+            workers.sum_in_place(rows, "the sum of gradients")
+            num_packs += 1
+            for i, member in zip(indices, members, strict=True):
+                sums[i] = member
+        if rest:
+            rest.sort()
+            totals, num_buckets = self._sum_in_buckets(
+                workers, [tensors[i] for i in rest], [parameters[i] for i in rest]
+            )
+            num_packs += num_buckets
+            for i, total in zip(rest, totals, strict=True):
+                sums[i] = total
+        return sums, num_packs
 
     def _sum_in_buckets(
         self, workers: WorkerGroup, tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], int]:
         return sum_in_buckets(workers.start_gradient_sum, tensors, self._options.bucket_bytes, parameters)
 
-    def _announce(self, num_tensors: int, num_buckets: int) -> None:
+    def _announce(self, num_tensors: int, num_packs: int) -> None:
         implementation = type(self._ops).__name__ if len(self._placement.devices) > 1 else ""
-        packs = self._ops.num_packs or num_tensors if implementation else 0
-        if self._workers is not None:
+        if self._workers is None:
+            num_packs = self._ops.num_packs or num_tensors if implementation else 0
+        else:
             implementation = " then ".join(filter(None, [implementation, self._workers.communication]))
-            packs = num_buckets
         info_once(
             f"Gradient all_reduce: {num_tensors} tensors, num_replicas = {self._placement.num_replicas}, "
-            f"implementation = {implementation}, num_packs = {packs}"
+            f"implementation = {implementation}, num_packs = {num_packs}"
         )
+
+
+def _in_own_memory(
+    tensors: Sequence[Tensor], parameters: Sequence[Tensor], may_overwrite: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return gradients that may be written to, in their parameters' formats, and contiguous views of them."""
+    own, views = list(tensors), list(tensors)
+    for k, (tensor, parameter, may) in enumerate(zip(tensors, parameters, may_overwrite, strict=True)):
+        if may and tensor.is_contiguous() and parameter.is_contiguous():
+            continue
+        order = memory_order(parameter)
+        if not may or order != memory_order(tensor) or (order is None and not tensor.is_contiguous()):
+            memory_format = torch.contiguous_format if order is None else torch.preserve_format
+            own[k] = torch.empty_like(parameter, dtype=tensor.dtype, memory_format=memory_format).copy_(tensor)
+        views[k] = own[k] if order is None else own[k].permute(order)
+    return own, views
 
 
 def sum_in_buckets(

@@ -12,7 +12,7 @@ import enum
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ _NUM_KEPT = 3
 class State(enum.Enum):
     """What a gradient is known to be."""
 
+    #: Nothing: there was none when last seen, or the program has put it there.
+    UNKNOWN = enum.auto()
     #: This replica's own, from its backward passes in ``run``, or assigned by the program.
     LOCAL = enum.auto()
     #: The sum over replicas, which no step has used.
@@ -50,18 +52,23 @@ class Note:
     """What is known of one parameter's gradient.
 
     Args:
-        state: what it is.
-        gradient: the tensor.
-        passes: counts backward passes: another number is another gradient.
+        parameter: a replica's.
+        local_id: the replica's position in the process.
     """
 
-    __slots__ = ("fingerprint", "gradient", "num_computed", "passes", "run", "state", "version")
+    __slots__ = (
+        *("fingerprint", "gradient", "local_id", "num_computed", "parameter", "passes", "run", "state", "version"),
+    )
 
-    def __init__(self, state: State, gradient: Tensor, passes: int = 0) -> None:
-        self.state = state
-        self.gradient = weakref.ref(gradient)
-        self.version = gradient._version
-        self.passes = passes
+    def __init__(self, parameter: weakref.ref[Tensor], local_id: int) -> None:
+        self.parameter = parameter
+        self.local_id = local_id
+        self.state = State.UNKNOWN
+        #: The tensor that it was when last seen, and its version then.
+        self.gradient: Callable[[], Tensor | None] = _nothing
+        self.version = 0
+        #: Counts backward passes: another number is another gradient.
+        self.passes = 0
         #: The call of ``run`` in which a sum was made, as a weak reference to the replica's context.
         self.run: weakref.ref[Any] | None = None
         #: How often the replica had computed gradients without giving them to parameters, by ``torch.autograd.grad``.
@@ -69,13 +76,17 @@ class Note:
         #: Of a sum that was not used in its run, or of one that may be used again.
         self.fingerprint: int | None = None
 
-    def standing_for(self, gradient: Tensor) -> Note:
-        """Return the same of a tensor that stands for the gradient, which may be the gradient itself."""
-        other = Note(self.state, gradient, self.passes)
-        other.run, other.num_computed = self.run, self.num_computed
-        if gradient is self.gradient():
-            other.version, other.fingerprint = self.version, self.fingerprint
-        return other
+    def set(self, state: State, gradient: Tensor, passes: int) -> None:
+        """Know of a new gradient."""
+        self.state, self.gradient, self.version = state, weakref.ref(gradient), gradient._version
+        self.passes, self.run, self.num_computed, self.fingerprint = passes, None, 0, None
+
+    def follow(self, other: Note, gradient: Tensor) -> None:
+        """Know what another note says, of a tensor that stands for its gradient and may be the gradient itself."""
+        self.set(other.state, gradient, other.passes)
+        self.run, self.num_computed = other.run, other.num_computed
+        if gradient is other.gradient():
+            self.version, self.fingerprint = other.version, other.fingerprint
 
 
 class GradientLedger:
@@ -86,17 +97,16 @@ class GradientLedger:
     """
 
     def __init__(self, num_local: int) -> None:
+        #: By id of the parameter.
         self._notes: dict[int, Note] = {}
-        #: For each local replica, by id, the parameters whose gradients were not simply its own when last seen.
-        self._open: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
-        #: The ids of the parameters whose gradients are sums that no step has used.
-        self._unused: set[int] = set()
-        #: For each, those to whose gradients the present backward pass adds by way of new tensors.
-        self._grow_anew: list[set[int]] = [set() for _ in range(num_local)]
+        #: For each local replica those whose gradients were not simply its own when last seen.
+        self._open: list[set[Note]] = [set() for _ in range(num_local)]
+        #: Those of gradients that are sums that no step has used.
+        self._unused: set[Note] = set()
+        #: For each replica, those to whose gradients the present backward pass adds by way of new tensors.
+        self._grow_anew: list[set[Note]] = [set() for _ in range(num_local)]
         #: For each, how often it has computed gradients without giving them to parameters.
         self._num_computed = [0] * num_local
-        self._local_ids: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[Tensor]] = {}
         self._passes = itertools.count(1)
         #: How many steps have used the gradient of a parameter that is an optimizer's first, by its id.
         self._num_steps: Counter[int] = Counter()
@@ -113,13 +123,13 @@ class GradientLedger:
         key = id(parameter)
 
         def forget(reference: weakref.ref[Tensor]) -> None:
-            if self._references.get(key) is reference:
-                self._close(self._local_ids.pop(key), key)
+            note = self._notes.get(key)
+            if note is not None and note.parameter is reference:
+                self._close(note)
                 self._num_steps.pop(key, None)
-                del self._references[key]
+                del self._notes[key]
 
-        self._references[key] = weakref.ref(parameter, forget)
-        self._local_ids[key] = local_id
+        self._notes[key] = Note(weakref.ref(parameter, forget), local_id)
 
     def begin_backward(self, local_id: int, *, create_graph: bool = False) -> None:
         """Look at the gradients that a backward pass of a replica may add to.
@@ -131,15 +141,15 @@ class GradientLedger:
         anew = self._grow_anew[local_id]
         anew.clear()
         self.sweep(local_id)
-        for key, reference in list(self._open[local_id].items()):
-            parameter, note = reference(), self._notes[key]
+        for note in list(self._open[local_id]):
+            parameter = note.parameter()
             grad = None if parameter is None else parameter.grad
             if grad is None:
                 continue
             if create_graph or grad.is_sparse:
-                anew.add(key)
+                anew.add(note)
             if grad is not note.gradient():  # replaced, but neither cleared nor used: what is it?
-                self._set(local_id, key, Note(State.DOUBTFUL, grad, note.passes))
+                self._set(note, State.DOUBTFUL, grad, note.passes)
             elif note.state is State.APPLIED:
                 note.version = grad._version  # changed in place, maybe, but not cleared
 
@@ -149,21 +159,20 @@ class GradientLedger:
 
     def sweep(self, local_id: int) -> None:
         """Forget what is known of a replica's gradients that the program has cleared or, after a step, replaced."""
-        same: dict[int, tuple[Note, Tensor]] = {}
+        same: list[tuple[Note, Tensor]] = []
         closed = []
-        for key, reference in self._open[local_id].items():
-            parameter, note = reference(), self._notes[key]
+        for note in list(self._open[local_id]):
+            parameter = note.parameter()
             grad = None if parameter is None else parameter.grad
             if grad is not None and (grad is note.gradient() or note.state is State.SUMMED):
-                same[key] = note, grad
+                same.append((note, grad))
             else:
-                closed.append(key)
+                closed.append(note)
         if same:
-            closed += [key for key, is_cleared in zip(same, _are_cleared(same.values()), strict=True) if is_cleared]
-        opened, notes = self._open[local_id], self._notes
-        for key in closed:  # of all parameters in each step, so without a call for each
-            opened.pop(key, None)  # which is gone if its parameter has just been collected
-            notes.pop(key, None)
+            closed += [note for (note, _), is_cleared in zip(same, _are_cleared(same), strict=True) if is_cleared]
+        for note in closed:  # of all parameters in each step, so without a call for each
+            note.state = State.UNKNOWN
+        self._open[local_id].difference_update(closed)
         self._unused.difference_update(closed)
 
     def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
@@ -176,19 +185,17 @@ class GradientLedger:
         Raises:
             RuntimeError: the gradient was a sum that no step has used.
         """
-        key, grad = id(parameter), parameter.grad
-        local_id = self._local_ids[key]
+        note, grad = self._notes[id(parameter)], parameter.grad
         if grad is None:
-            self._close(local_id, key)
-            return
-        before = self._notes.get(key)
-        state = State.LOCAL if is_inside else State.OUTSIDE
-        if before is None and is_inside:  # neither open nor unused
-            self._notes[key] = Note(state, grad, next(self._passes))
-            return
-        if before is not None and (before.gradient() is grad or key in self._grow_anew[local_id]):
-            state = self._grown(before, grad, state)
-        self._set(local_id, key, Note(state, grad, next(self._passes)))
+            self._close(note)
+        elif note.state is State.UNKNOWN and is_inside:  # of all parameters in each step, so without further calls
+            note.state, note.gradient, note.version = State.LOCAL, weakref.ref(grad), grad._version
+            note.passes = next(self._passes)
+        else:
+            state = State.LOCAL if is_inside else State.OUTSIDE
+            if note.state is not State.UNKNOWN and (note.gradient() is grad or note in self._grow_anew[note.local_id]):
+                state = self._grown(note, grad, state)
+            self._set(note, state, grad, next(self._passes))
 
     def _grown(self, before: Note, grad: Tensor, new: State) -> State:
         """Return what became of a gradient to which a backward pass has added."""
@@ -217,17 +224,18 @@ class GradientLedger:
         first = id(parameters[0])
         if self._meets_used or self._num_steps[first] < _NUM_KEPT:
             self._num_steps[first] += 1
-            self._keep_fingerprints(self._notes[id(p)] for p in parameters if id(p) in self._notes)
+            self._keep_fingerprints([note for p in parameters if (note := self._known(p)) is not None])
 
     def forget_unused(self, parameters: Iterable[Tensor]) -> None:
         """Let sums that no step has used, because it was left out, count as what they stand for no longer."""
         for parameter in parameters:
-            if id(parameter) in self._unused:
-                self._close(self._local_ids[id(parameter)], id(parameter))
+            note = self._notes.get(id(parameter))
+            if note in self._unused:
+                self._close(note)
 
     def end_run(self) -> None:
         """Remember what sums hold that the run has not used: a step in a later run may use them."""
-        self._keep_fingerprints(note for key in self._unused if (note := self._notes[key]).fingerprint is None)
+        self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
         left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not _is_traced(grad)]
@@ -249,8 +257,8 @@ class GradientLedger:
         states = [State.LOCAL] * len(parameters)
         for k, parameter in enumerate(parameters):
             note, grad = self._notes.get(id(parameter)), parameter.grad
-            if note is not None and grad is not None and note.state is not State.LOCAL:
-                states[k] = self._state(parameter, note, grad, run, uses_applied=uses_applied)
+            if note is not None and grad is not None and note.state not in (State.LOCAL, State.UNKNOWN):
+                states[k] = self._state(note, grad, run, uses_applied=uses_applied)
         unclear = [k for k, state in enumerate(states) if state not in (State.LOCAL, State.SUMMED)]
         pairs = [(self._notes[id(parameters[k])], parameters[k].grad) for k in unclear]
         for k, is_cleared in zip(unclear, _are_cleared(pairs), strict=True):  # type: ignore[arg-type]
@@ -260,10 +268,10 @@ class GradientLedger:
                 raise RuntimeError(_problem(states[k], k, parameters[k]))
         return states
 
-    def _state(self, parameter: Tensor, note: Note, grad: Tensor, run: Any, *, uses_applied: bool) -> State:
+    def _state(self, note: Note, grad: Tensor, run: Any, *, uses_applied: bool) -> State:
         """Return what a gradient that was not simply the replica's own is now."""
         is_same = note.gradient() is grad
-        has_computed = note.num_computed != self._num_computed[self._local_ids[id(parameter)]]
+        has_computed = note.num_computed != self._num_computed[note.local_id]
         if note.state is State.SUMMED:
             if is_same and self._is_still(note, grad, run):
                 return State.SUMMED
@@ -300,7 +308,7 @@ class GradientLedger:
 
     def is_sum(self, parameter: Tensor) -> bool:
         """Say whether a parameter's gradient is a sum over replicas, used or not, or might be."""
-        note = self._notes.get(id(parameter))
+        note = self._known(parameter)
         return note is not None and note.state is not State.LOCAL and note.gradient() is parameter.grad
 
     def own_pass(self, parameter: Tensor) -> int | None:
@@ -310,25 +318,21 @@ class GradientLedger:
             return None
         return note.passes if note.gradient() is grad and note.version == grad._version else None
 
-    def are_as_made(self, columns: Iterable[Sequence[Tensor]]) -> list[bool]:
-        """Say of each group of parameters whether no dense gradient is other than its backward pass has left it."""
+    def are_as_made(self, parameters: Iterable[Tensor]) -> list[bool]:
+        """Say of each parameter whether its gradient, unless it is sparse, is as its backward pass has left it."""
         notes, found = self._notes, []
-        for column in columns:
-            is_as_made = True
-            for parameter in column:
-                grad = parameter.grad
-                if grad is None or grad.is_sparse:
-                    continue
-                note = notes.get(id(parameter))
-                if (
-                    note is None
-                    or note.state is not State.LOCAL
-                    or note.gradient() is not grad
-                    or note.version != grad._version
-                ):
-                    is_as_made = False
-                    break
-            found.append(is_as_made)
+        for parameter in parameters:
+            note, grad = notes.get(id(parameter)), parameter.grad
+            found.append(
+                grad is None
+                or grad.is_sparse
+                or (
+                    note is not None
+                    and note.state is State.LOCAL
+                    and note.gradient() is grad
+                    and note.version == grad._version
+                )
+            )
         return found
 
     def was_edited(self, parameter: Tensor) -> bool:
@@ -340,60 +344,66 @@ class GradientLedger:
 
     def take(self, parameter: Tensor) -> Note | None:
         """Return what is known of a parameter's gradient, for ``put``."""
-        note, grad = self._notes.get(id(parameter)), parameter.grad
-        return None if note is None or grad is None else note.standing_for(grad)
+        note, grad = self._known(parameter), parameter.grad
+        if note is None or grad is None:
+            return None
+        copied = Note(note.parameter, note.local_id)
+        copied.follow(note, grad)
+        return copied
 
     def put(self, parameter: Tensor, note: Note | None) -> None:
         """Know what ``take`` has returned, or what it returned of another tensor that the gradient stands for now."""
-        key, grad = id(parameter), parameter.grad
-        local_id = self._local_ids.get(key)
-        if local_id is None:
+        own, grad = self._notes.get(id(parameter)), parameter.grad
+        if own is None:
             return
         if note is None or grad is None:
-            self._close(local_id, key)
+            self._close(own)
             return
-        self._set(local_id, key, note.standing_for(grad))
+        own.follow(note, grad)
+        self._file(own)
+
+    def _known(self, parameter: Tensor) -> Note | None:
+        """Return a parameter's note if anything is known of its gradient."""
+        note = self._notes.get(id(parameter))
+        return None if note is None or note.state is State.UNKNOWN else note
 
     def _note(self, parameters: Iterable[Tensor], state: State, run: Any) -> None:
         """Note that present gradients are sums; of many parameters in each step, so in few operations."""
         reference = None if run is None else weakref.ref(run)
-        notes, local_ids, seen = self._notes, self._local_ids, []
+        seen = []
         for parameter in parameters:
-            key, grad = id(parameter), parameter.grad
-            local_id = local_ids.get(key)
-            if grad is None or local_id is None:
+            note, grad = self._notes.get(id(parameter)), parameter.grad
+            if grad is None or note is None:
                 continue
-            note = notes.get(key)
-            if note is None:
-                note = notes[key] = Note(state, grad)
-            elif note.gradient() is not grad:
+            if note.gradient() is not grad:
                 note.gradient = weakref.ref(grad)
             note.state, note.version, note.fingerprint = state, grad._version, None
-            note.run, note.num_computed = reference, self._num_computed[local_id]
-            opened = self._open[local_id]
-            if key not in opened:
-                opened[key] = self._references[key]
-            seen.append(key)
+            note.run, note.num_computed = reference, self._num_computed[note.local_id]
+            self._open[note.local_id].add(note)
+            seen.append(note)
         if state is State.SUMMED:
             self._unused.update(seen)
         else:
             self._unused.difference_update(seen)
 
-    def _set(self, local_id: int, key: int, note: Note) -> None:
-        self._notes[key] = note
-        if note.state is State.LOCAL:
-            self._open[local_id].pop(key, None)
-        else:
-            self._open[local_id][key] = self._references[key]
-        if note.state is State.SUMMED:
-            self._unused.add(key)
-        else:
-            self._unused.discard(key)
+    def _set(self, note: Note, state: State, grad: Tensor, passes: int) -> None:
+        note.set(state, grad, passes)
+        self._file(note)
 
-    def _close(self, local_id: int, key: int) -> None:
-        self._notes.pop(key, None)
-        self._open[local_id].pop(key, None)
-        self._unused.discard(key)
+    def _file(self, note: Note) -> None:
+        """Keep a note where one looks for those in its state."""
+        (self._open[note.local_id].discard if note.state is State.LOCAL else self._open[note.local_id].add)(note)
+        (self._unused.add if note.state is State.SUMMED else self._unused.discard)(note)
+
+    def _close(self, note: Note) -> None:
+        """Know nothing any more."""
+        note.state = State.UNKNOWN
+        self._open[note.local_id].discard(note)
+        self._unused.discard(note)
+
+
+def _nothing() -> None:
+    """Stand for the weak reference to a tensor that is gone."""
 
 
 def _problem(state: State, k: int, parameter: Tensor) -> str:

@@ -18,6 +18,8 @@ __all__ = ["Plan", "Plans", "describe_layout"]
 #: others did not.
 _NUM_UNLIKE = 20
 _Key = tuple[tuple[int, ...], tuple[Any, ...]]
+#: Shapes, dtypes and strides of some parameters: read faster than a layout, and says no less.
+_Form = tuple[list[Any], list[Any], list[Any]]
 
 
 class Plan:
@@ -36,9 +38,18 @@ class Plan:
         self._writes: list[int] = []
         self._num_unlike = 0
         self._references = [weakref.ref(parameter) for parameter in parameters]
+        self._form: _Form | None = None
+
+    def note_form(self, parameters: Sequence[Tensor]) -> None:
+        """Remember what a change of the layout would show in."""
+        self._form = _form_of(parameters)
+
+    def fits(self, parameters: Sequence[Tensor]) -> bool:
+        """Say whether these are the parameters, and surely in the layout that they had."""
+        return self.is_of(parameters) and self._form is not None and self._form == _form_of(parameters)
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Say whether these are the parameters, of which there are as many."""
+        """Say whether these are the parameters."""
         own = [reference() for reference in self._references]
         return len(own) == len(parameters) and all(map(operator.is_, own, parameters))
 
@@ -70,19 +81,17 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[_Key, Plan] = {}
-        #: The same by what is read faster than a layout, and says no less.
-        self._known: dict[tuple[Any, ...], Plan] = {}
+        #: The one that was asked for last, by the id of its first parameter.
+        self._last: dict[int, Plan] = {}
         self._num_plans = 0
 
     def of(self, parameters: Sequence[Tensor]) -> Plan:
         """Return the plan of a list of parameters, another one where a shape, dtype or memory format has changed."""
-        try:
-            seen = tuple([(id(p), p.shape, p.dtype, p.stride()) for p in parameters])
-        except RuntimeError:  # of a layout without strides
-            return self._find(parameters)
-        plan = self._known.get(seen)
-        if plan is None or not plan.is_of(parameters):
-            plan = self._known[seen] = self._find(parameters)
+        first = id(parameters[0])
+        plan = self._last.get(first)
+        if plan is None or not plan.fits(parameters):
+            plan = self._last[first] = self._find(parameters)
+            plan.note_form(parameters)
         return plan
 
     def _find(self, parameters: Sequence[Tensor]) -> Plan:
@@ -91,10 +100,17 @@ class Plans:
         plan = self._plans.get(key)
         if plan is None or not plan.is_of(parameters):
             self._plans = {key: plan for key, plan in self._plans.items() if plan.is_alive()}
-            self._known = {seen: plan for seen, plan in self._known.items() if plan.is_alive()}
+            self._last = {first: plan for first, plan in self._last.items() if plan.is_alive()}
             self._num_plans += 1
             plan = self._plans[key] = Plan(self._num_plans, layout, parameters)
         return plan
+
+
+def _form_of(parameters: Sequence[Tensor]) -> _Form | None:
+    try:
+        return [p.shape for p in parameters], [p.dtype for p in parameters], [p.stride() for p in parameters]
+    except RuntimeError:  # of a layout without strides
+        return None
 
 
 def describe_layout(parameters: Sequence[Tensor]) -> list[list[Any]]:

@@ -52,6 +52,8 @@ class ReplicaGradients:
         self._num_replicas = num_replicas
         self._running = running
         self._parameters: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
+        #: For each replica, by id of an optimizer, the ids of the parameters that were found to be the replica's.
+        self._checked: list[dict[int, list[int]]] = [{} for _ in range(num_local)]
         self._lock = threading.Lock()  # replicas that run at once may find new parameters
 
     def parameters(self, local_id: int) -> Mapping[int, Any]:
@@ -75,6 +77,7 @@ class ReplicaGradients:
                                 guard_parameter(tensor, local_id, self._running, summer)
                         found[id(tensor)] = known
                 self._parameters[local_id] = found
+                self._checked[local_id] = {}
 
     def check(self, optimizer: Optimizer, local_id: int) -> None:
         """Refuse an optimizer whose gradients a replica can't sum.
@@ -87,7 +90,10 @@ class ReplicaGradients:
             RuntimeError: its parameters were not made in the strategy's scope.
         """
         parameters = optimizer_parameters(optimizer)
-        if not self._parameters[local_id].keys() >= set(map(id, parameters)):
+        keys, checked = list(map(id, parameters)), self._checked[local_id]
+        if checked.get(id(optimizer)) == keys:
+            return
+        if not self._parameters[local_id].keys() >= set(keys):
             self.refresh()
         owned = self._parameters[local_id]
         for parameter in parameters:
@@ -103,6 +109,7 @@ class ReplicaGradients:
                     "`strategy.scope()`, or its parameters were replaced afterwards. Make the model and the optimizer "
                     "inside `with strategy.scope():`; a bare nn.Parameter must be part of a module."
                 )
+        checked[id(optimizer)] = keys
 
     def part_of(
         self, context: Any, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False

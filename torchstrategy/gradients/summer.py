@@ -7,7 +7,7 @@ the processes exchange one record: what they sum, which gradients are there, den
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,16 +155,17 @@ class GradientSummer:
             DivergenceError: the processes' parameters differ.
         """
         self._look_for_edits(parts)
-        columns = list(zip(*(part.parameters for part in parts), strict=False))
-        if any(len(part.parameters) != len(columns) for part in parts):
+        count = len(parts[0].parameters)
+        if any(len(part.parameters) != count for part in parts):
             raise RuntimeError(
                 "The replicas' optimizers have different numbers of parameters: "
                 f"{[len(part.parameters) for part in parts]}. Change parameter groups outside `run`."
             )
-        plan = self._plans.of([column[0] for column in columns]) if columns else None
-        slots = self._buffers.candidates(0 if plan is None else plan.number, [column[0] for column in columns])
-        record = self._describe(plan, columns, slots, parts)
-        records = self._exchange(record, plan, columns, parts[0].optimizer)
+        firsts = parts[0].parameters
+        plan = self._plans.of(firsts) if firsts else None
+        slots = self._buffers.candidates(0 if plan is None else plan.number, firsts)
+        record, as_made = self._describe(plan, slots, parts)
+        records = self._exchange(record, plan, firsts, parts[0].optimizer)
         if plan is not None:
             self._look_at_losses(plan, parts)
         dense = sparse = marked = changed = 0
@@ -178,23 +179,21 @@ class GradientSummer:
                 "Some replicas have already summed gradients that others have not. Every replica must call "
                 "`sum_gradients` for the same optimizers."
             )
-        edited = _settle_doubts([row.doubts for row in records], columns)
+        edited = _settle_doubts([row.doubts for row in records], firsts)
+        todo = (dense | sparse) & ~(marked | edited)
         with torch.no_grad():
-            todo = [k for k in range(len(columns)) if (dense | sparse) & ~(marked | edited) & 1 << k]
-            only_sparse = [k for k in todo if not dense >> k & 1]
-            travelling = [k for k in todo if dense >> k & 1]
-            taken = self._take_early(columns, records, travelling)
-            self._sum_dense(columns, [k for k in travelling if k not in taken])
-            for k in only_sparse:
-                self._sum_sparse(columns[k])
-            self._sync_buffers([slot for k, slot in enumerate(slots) if changed >> k & 1], weights)
+            taken = self._take_early(firsts, records, _positions(todo & dense))
+            self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], as_made)
+            for k in _positions(todo & ~dense):
+                self._sum_sparse([part.parameters[k] for part in parts])
+            self._sync_buffers([slots[k] for k in _positions(changed)], weights)
         if changed:
             self._buffers.mark_synchronised(slots)
-        summed = [*todo, *(k for k in range(len(columns)) if edited >> k & 1)]
-        for local_id, part in enumerate(parts):
-            self.ledger.note_sum([columns[k][local_id] for k in summed], part.run)
-        if self.early is not None and columns:
-            self.early.prepare(_early_reports(records), [k for k in travelling if not sparse >> k & 1])
+        summed = _positions(todo | edited)
+        for part in parts:
+            self.ledger.note_sum([part.parameters[k] for k in summed], part.run)
+        if self.early is not None and firsts:
+            self.early.prepare(_early_reports(records), _positions(todo & dense & ~sparse))
         return [None] * len(parts)
 
     def sync_buffers(self) -> None:
@@ -226,42 +225,40 @@ class GradientSummer:
             self.mean_losses.before_sum(parameters, is_new=is_new, is_edited=is_edited)
 
     def _describe(
-        self,
-        plan: Plan | None,
-        columns: Sequence[Sequence[Tensor]],
-        slots: Sequence[Slot],
-        parts: Sequence[GradientSum],
-    ) -> _Record:
+        self, plan: Plan | None, slots: Sequence[Slot], parts: Sequence[GradientSum]
+    ) -> tuple[_Record, list[bool]]:
+        """Return what the processes must know, and of each gradient whether its memory may be written to.
+
+        It may where the gradient is new here, or as `backward` made it: the program may keep other tensors.
+        """
+        firsts = parts[0].parameters
         dense = sparse = marked = 0
-        rows = [self._states(part) for part in parts]
         doubts: list[list[Any]] = []
-        for k, (column, states) in enumerate(zip(columns, zip(*rows, strict=True), strict=True)):
-            for parameter in column:
-                grad = parameter.grad
-                if grad is None:
+        as_made = [all(row) for row in zip(*(self.ledger.are_as_made(part.parameters) for part in parts), strict=True)]
+        rows = [[parameter.grad for parameter in part.parameters] for part in parts]
+        for row in rows:
+            dense |= _mask([grad is not None and not grad.is_sparse for grad in row])
+            sparse |= _mask([grad is not None and grad.is_sparse for grad in row])
+        if sparse or not all(as_made):
+            states = [self._states(part) for part in parts]
+            for k, (column, found) in enumerate(zip(zip(*rows, strict=True), zip(*states, strict=True), strict=True)):
+                present = [grad for grad in column if grad is not None]
+                if not present or found.count(State.LOCAL) == len(found):
                     continue
-                if grad.is_sparse:
-                    sparse |= 1 << k
-                else:
-                    dense |= 1 << k
-            if states.count(State.LOCAL) == len(states):
-                continue
-            is_summed = states[0] is State.SUMMED
-            if any((state is State.SUMMED) != is_summed for state in states):
-                raise RuntimeError(
-                    f"Some replicas have already summed the gradient of parameter {k} (shape "
-                    f"{tuple(column[0].shape)}) and others have not. Every replica must call `sum_gradients` for the "
-                    "same optimizers, and none may run `backward` again before `optimizer.step()`."
-                )
-            if all(state in (State.EDITED, State.DOUBTFUL) for state in states):
-                present = [grad for parameter in column if (grad := parameter.grad) is not None]
-                doubts.append([k, State.DOUBTFUL not in states, *fingerprints(present)])
-            marked |= is_summed << k
+                is_summed = found[0] is State.SUMMED
+                if any((state is State.SUMMED) != is_summed for state in found):
+                    raise RuntimeError(
+                        f"Some replicas have already summed the gradient of parameter {k} (shape "
+                        f"{tuple(firsts[k].shape)}) and others have not. Every replica must call `sum_gradients` for "
+                        "the same optimizers, and none may run `backward` again before `optimizer.step()`."
+                    )
+                if all(state in (State.EDITED, State.DOUBTFUL) for state in found):
+                    doubts.append([k, State.DOUBTFUL not in found, *fingerprints(present)])
+                marked |= is_summed << k
         changed = 0
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
         weights = tuple(float(part.had_examples) for part in parts)
-        firsts = [column[0] for column in columns]
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self.early.report(plan, firsts) if self.early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
@@ -271,7 +268,7 @@ class GradientSummer:
             rates, writes = digest_of(optimizer), sum([parameter._version for parameter in firsts])
         return _Record(
             *(digest, number, dense, sparse, marked, changed, weights, step, doubts, rates, writes, low_rank, early)
-        )
+        ), as_made
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -280,7 +277,7 @@ class GradientSummer:
         return self.ledger.states(part.parameters, part.run, uses_applied=part.uses_applied)
 
     def _exchange(
-        self, record: _Record, plan: Plan | None, columns: Sequence[Sequence[Tensor]], optimizer: Optimizer | None
+        self, record: _Record, plan: Plan | None, firsts: Sequence[Tensor], optimizer: Optimizer | None
     ) -> list[_Record]:
         if self._workers is None:
             return [record]
@@ -290,8 +287,7 @@ class GradientSummer:
                 "A replayed graph could not ask the other ranks what they sum. Capture forward and backward only; "
                 "after the replay call `sum_gradients(optimizer, fresh=True)` and `optimizer.step()`."
             )
-        firsts = [column[0] for column in columns]
-        operation = "the sum of gradients" if columns else "sync_buffers"
+        operation = "the sum of gradients" if firsts else "sync_buffers"
         records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
         if any(row.plan != record.plan for row in records):
             self._workers.agree(operation, describe_layout(firsts), "parameters (shapes, dtypes and memory formats)")
@@ -320,34 +316,35 @@ class GradientSummer:
         return records
 
     def _take_early(
-        self, columns: Sequence[Sequence[Tensor]], records: Sequence[_Record], indices: Sequence[int]
-    ) -> set[int]:
+        self, parameters: Sequence[Tensor], records: Sequence[_Record], indices: Sequence[int]
+    ) -> Collection[int]:
         """Take the sums that have begun during ``backward``; return the positions of their parameters."""
-        if self.early is None or not columns:
-            return set()
+        if self.early is None or not parameters:
+            return ()
         sums = self.early.finish(_early_reports(records))
         taken = sums.keys() & set(indices)
         for k in taken:
-            parameter = columns[k][0]
-            parameter.grad = in_format_of(sums[k].data, parameter)
+            parameters[k].grad = in_format_of(sums[k].data, parameters[k])
         return taken
 
-    def _sum_dense(self, columns: Sequence[Sequence[Tensor]], indices: Sequence[int]) -> None:
+    def _sum_dense(self, parts: Sequence[GradientSum], indices: Sequence[int], may_overwrite: Sequence[bool]) -> None:
         if not indices:
             return
-        chosen = [columns[k] for k in indices]
-        rows: list[list[Tensor]] = []
-        # What is new here, or as `backward` made it: the program may keep other tensors.
-        may_overwrite = self.ledger.are_as_made(chosen)
-        for column in chosen:
+        chosen = [[part.parameters[k] for k in indices] for part in parts]
+        rows = []
+        for parameters in chosen:
             row = []
-            for parameter in column:
+            for parameter in parameters:
                 grad = parameter.grad
-                row.append(_dense_gradient(parameter) if grad is None or grad.is_sparse else grad)
+                if grad is None:
+                    grad = torch.zeros_like(parameter)
+                row.append(grad.to_dense() if grad.is_sparse else grad)
             rows.append(row)
-        sums = self._dense(indices, [column[0] for column in chosen], rows, may_overwrite)
-        for column, totals in zip(chosen, sums, strict=True):
-            for parameter, total in zip(column, totals, strict=True):
+        sums = self._dense(indices, chosen[0], rows, [may_overwrite[k] for k in indices])
+        for parameters, totals in zip(chosen, sums, strict=True):
+            for parameter, total in zip(parameters, totals, strict=True):
+                if total is parameter.grad and total.stride() == parameter.stride():
+                    continue  # it was added up in its own memory
                 own = total.data  # which has a version of its own: the parts of a bucket share one
                 parameter.grad = own if own.stride() == parameter.stride() else in_format_of(own, parameter)
 
@@ -390,7 +387,17 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _settle_doubts(rows: Sequence[Sequence[Sequence[Any]]], columns: Sequence[Sequence[Tensor]]) -> int:
+def _mask(bits: Sequence[bool]) -> int:
+    """Return the number whose bits, the lowest first, these are."""
+    return int("".join(["1" if bit else "0" for bit in reversed(bits)]) or "0", 2)
+
+
+def _positions(mask: int) -> list[int]:
+    """Return the places of the bits that are set."""
+    return [k for k, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]
+
+
+def _settle_doubts(rows: Sequence[Sequence[Sequence[Any]]], parameters: Sequence[Tensor]) -> int:
     """Return a mask of the gradients that are sums already, although the program has changed or replaced them.
 
     Sums are equal on all replicas, to the bit. So gradients that differ are the replicas' own; equal ones may be both.
@@ -398,7 +405,7 @@ def _settle_doubts(rows: Sequence[Sequence[Sequence[Any]]], columns: Sequence[Se
     Args:
         rows: of each process, the position of each gradient that may be a sum, whether it is one if all replicas hold
             the same, and its fingerprint on each of its replicas.
-        columns: the parameters.
+        parameters: the first local replica's.
 
     Raises:
         RuntimeError: all replicas hold the same, and nothing tells what it is.
@@ -407,7 +414,7 @@ def _settle_doubts(rows: Sequence[Sequence[Sequence[Any]]], columns: Sequence[Se
         return 0
     for k, is_edited, *_ in rows[0]:
         if not is_edited:
-            raise RuntimeError(doubt(k, columns[k][0]))
+            raise RuntimeError(doubt(k, parameters[k]))
     return sum(1 << k for k, *_ in rows[0])
 
 
@@ -422,10 +429,3 @@ def doubt(k: int, parameter: Tensor) -> str:
         "replaced), call `ts.get_replica_context().mark_summed(optimizer)` before it. Else clear them first, by "
         f"`optimizer.zero_grad()`. (The sum was to be made at {call_site()}.)"
     )
-
-
-def _dense_gradient(parameter: Tensor) -> Tensor:
-    grad = parameter.grad
-    if grad is None:
-        return torch.zeros_like(parameter)
-    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,171 @@
+"""Nets whose gradients lie in memory in unusual ways; each step brings some examples to every replica."""
+
+import torch
+from torch import nn
+
+import torchstrategy as ts
+
+NUM_EXAMPLES = 6
+NUM_STEPS = 3
+NETS = {}
+
+
+def net(cls):
+    NETS[cls.__name__] = cls
+    return cls
+
+
+class Overlapping(torch.autograd.Function):
+    """Has gradients that are parts of one buffer and share some of its elements."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return torch.cat([first, second])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[:4], grad[2:6]
+
+
+class Same(torch.autograd.Function):
+    """Has two gradients that are one tensor."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return first + second
+
+    @staticmethod
+    def backward(ctx, grad):
+        both = grad * 1
+        return both, both.view(-1)
+
+
+def parameter(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(sum(shape) + 1)
+    return nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
+
+
+class _Net(nn.Module):
+    def sum_of(self, tensor, weight):
+        return (tensor * (1 + torch.arange(tensor.numel(), dtype=tensor.dtype)).view(tensor.shape)).sum() * weight
+
+
+@net
+class PartsOfOneBuffer(_Net):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = parameter(4), parameter(4)
+
+    def forward(self, weight):
+        return self.sum_of(Overlapping.apply(self.first, self.second) ** 2, weight)
+
+
+@net
+class OneTensorTwice(_Net):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = parameter(4), parameter(4)
+
+    def forward(self, weight):
+        return self.sum_of(Same.apply(self.first, self.second) ** 2, weight)
+
+
+@net
+class StackedOnes(_Net):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList([parameter(3, 2) for _ in range(5)])
+
+    def forward(self, weight):
+        return self.sum_of(torch.stack(list(self.parts)) ** 2, weight)
+
+
+@net
+class ManyLayouts(_Net):
+    """Another order of axes, gaps, no axes, no elements, other dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Parameter(parameter(2, 3, 4, 5).detach().to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(parameter(3, 4).detach().t())
+        self.gaps = nn.Parameter(parameter(4, 6).detach()[:, ::2])
+        self.scalar = parameter()
+        self.empty = parameter(0, 3)
+        self.narrow = parameter(5, dtype=torch.float32)
+        self.complex = parameter(4, dtype=torch.complex128)
+
+    def forward(self, weight):
+        pieces = [self.last.contiguous(), self.turned, self.gaps.contiguous(), self.scalar, self.empty]
+        total = sum(self.sum_of(piece**2, weight) for piece in pieces)
+        return total + self.sum_of(self.narrow.double(), weight) + self.sum_of(torch.view_as_real(self.complex), weight)
+
+
+@net
+class MoreThanAChunk(_Net):
+    """Parameters of all sizes, of which some pass through shared memory in several chunks, and others together."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList([parameter(size) for size in (5, 70_000, 1, 150_001, 3, 20, 64)])
+
+    def forward(self, weight):
+        return 1e-5 * sum(self.sum_of(torch.sin(part), weight) for part in self.parts)
+
+
+@net
+class GradientsOfTheProgram(_Net):
+    """Gives parameters gradients that share memory with each other and with a tensor that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = parameter(4), parameter(2, 2)
+
+    def forward(self, weight):
+        return self.sum_of(self.first * self.second.view(-1), weight)
+
+    def after_backward(self):
+        kept = self.first.grad + self.second.grad.view(-1)
+        self.first.grad, self.second.grad = kept, kept.view(2, 2)
+
+
+def train(devices, name):
+    """Return the parameters after some steps, each as a list of the local replicas'."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = NETS[name]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(weights):
+        optimizer.zero_grad()
+        model(weights.sum()).backward()
+        if hasattr(model, "after_backward"):
+            model.after_backward()
+        optimizer.step()
+
+    examples = torch.linspace(0.5, 2, NUM_EXAMPLES * NUM_STEPS, dtype=torch.float64)
+    for batch in strategy.experimental_distribute_dataset(examples, batch_size=NUM_EXAMPLES):
+        strategy.run(step, args=(batch,))
+    values = strategy.run(lambda: [parameter.detach().clone() for parameter in model.parameters()])
+    return [list(strategy.experimental_local_results(column)) for column in values]
+
+
+def train_all(devices):
+    return {name: train(devices, name) for name in NETS}
+
+
+def keeps_gradients(devices):
+    """Return whether the sum is in the tensor that `backward` has made, and the sum."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+
+    def step():
+        model(torch.full((1, 1), ts.get_replica_context().replica_id_in_sync_group + 1.0)).sum().backward()
+        before = model.weight.grad
+        optimizer.step()
+        found.append((model.weight.grad is before, before.item()))
+
+    strategy.run(step)
+    return found[0]
