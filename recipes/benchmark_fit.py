@@ -149,6 +149,7 @@ def fit_epoch(strategy: ts.Strategy, case: dict[str, Any]) -> Callable[..., obje
         torch.optim.Adam(model.parameters(), lr=case["optimizer"]["lr"]),
         nn.CrossEntropyLoss(),
         metrics=["accuracy"],
+        tune=False,  # the settings of the benchmark are those of all ways
     )
     loader = make_loader(case)
     return lambda callbacks=(): model.fit(loader, epochs=1, verbose=0, callbacks=list(callbacks))

@@ -33,6 +33,7 @@ def main(config: DictConfig) -> None:
     """Train, test after every epoch, save every second one, then restore without a strategy and test again."""
     checks.integers(config, "epochs", "batch_size_per_replica")
     checks.integers(config, "global_batch_size", "max_steps", may_be_null=True)
+    checks.flags(config, "tune")
     checks.profile(config)
     started = time.perf_counter()
     run_path = Path(HydraConfig.get().runtime.output_dir)
@@ -65,6 +66,8 @@ def main(config: DictConfig) -> None:
         train_accuracy = ts.metrics.SparseCategoricalAccuracy(name="train_accuracy")
         test_accuracy = ts.metrics.SparseCategoricalAccuracy(name="test_accuracy")
         checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    if config.tune:
+        ts.utils.tune(model, optimizer, torch.zeros(2, 1, 28, 28))
 
     amp_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else None
 
@@ -130,12 +133,24 @@ def main(config: DictConfig) -> None:
             test_accuracy.reset_state()
 
     report.save_learning_curve()
+    tell_result(config, report, run_path, strategy, test_loader, time.perf_counter() - started)
+
+
+def tell_result(
+    config: DictConfig,
+    report: Report,
+    run_path: Path,
+    strategy: ts.Strategy,
+    test_loader: DataLoader[tuple[Tensor, Tensor]],
+    seconds: float,
+) -> None:
+    """Say how well the model does, as it was trained and as it was saved."""
     if strategy.is_chief:
         accuracy = test_restored_model(config, run_path, test_loader)
         report.say(f"Accuracy after restoring the saved model without strategy: {100 * accuracy:.2f}")
         report.say(
-            f"Test accuracy: {report.epochs[-1]['test_accuracy']:.4f} after {config.epochs} epochs with {num_replicas} "
-            f"replica(s) in {time.perf_counter() - started:.1f} s; files: {run_path}"
+            f"Test accuracy: {report.epochs[-1]['test_accuracy']:.4f} after {config.epochs} epochs with "
+            f"{strategy.num_replicas_in_sync} replica(s) in {seconds:.1f} s; files: {run_path}"
         )
 
 

@@ -101,6 +101,8 @@ class Training:
         rate = instantiate(config.learning_rate, global_batch_size=config.global_batch_size, _convert_="all")
         self.model: nn.Module = instantiate(config.model)
         self.optimizer = instantiate(config.optimizer, _convert_="all")(self.model.parameters(), lr=rate.rate)
+        if config.tune:
+            ts.utils.tune(self.model, self.optimizer, torch.zeros(2, 1, 28, 28))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.factor)
         self.dtype = dtype
         self.device_type = next(self.model.parameters()).device.type

@@ -73,6 +73,7 @@ def run(config: DictConfig) -> None:
         jit_compile=config.jit_compile,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         amp=config.precision if dtype in (torch.bfloat16, torch.float16) else None,
+        tune=config.tune,
     )
 
     profile = profiles.Profile(config, run_path, strategy)

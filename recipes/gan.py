@@ -61,6 +61,9 @@ def main(config: DictConfig) -> None:
             instantiate(config.generator_optimizer, _convert_="all")(generator.parameters()),
             instantiate(config.discriminator_optimizer, _convert_="all")(discriminator.parameters()),
         )
+        if config.tune:
+            ts.utils.tune(generator, gan.generator_optimizer, torch.zeros(2, config.noise_size))
+            ts.utils.tune(discriminator, gan.discriminator_optimizer, torch.zeros(2, 1, 28, 28))
         checkpoint = ts.train.Checkpoint(
             generator=generator,
             discriminator=discriminator,

@@ -45,6 +45,8 @@ def main(config: DictConfig) -> None:
     with strategy.scope():
         model = instantiate(config.model)
         optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters())
+        if config.tune:
+            ts.utils.tune(model, optimizer, torch.zeros(2, 1, 28, 28))
         loss, accuracy = ts.metrics.Mean(name="loss"), ts.metrics.SparseCategoricalAccuracy(name="accuracy")
         counts = {name: ts.Variable(0, trainable=False, name=name) for name in ("epochs", "steps", "starts")}
         # How often each example was seen in this epoch. Every replica counts its own; reading adds them up.

@@ -33,7 +33,7 @@ def _recipes(monkeypatch):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 45
+    assert len(list(CONF.rglob("*.yaml"))) == len(RECIPES) + len(CHOICES) == 46
     assert len(NEEDS_DOWNLOAD | set(NEEDS_PACKAGE) | NEEDS_SUBMITIT | NEEDS_TORCH_XLA) == 4
 
 

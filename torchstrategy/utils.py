@@ -1,4 +1,4 @@
-"""``ts.utils``: what tf has under ``tf.keras.utils``, and the memory of steps on the CPU."""
+"""``ts.utils``: what tf has under ``tf.keras.utils``, and what makes steps faster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchstrategy.base.host_memory import keep_freed_memory
 from torchstrategy.training.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
 from torchstrategy.training.dataset_creator import DatasetCreator
 from torchstrategy.training.sidecar import SidecarEvaluator
+from torchstrategy.training.tuning import tune
 
 __all__ = [
     "DatasetCreator",
@@ -19,6 +20,7 @@ __all__ = [
     "keep_freed_memory",
     "pack_x_y_sample_weight",
     "set_random_seed",
+    "tune",
     "unpack_x_y_sample_weight",
 ]
 

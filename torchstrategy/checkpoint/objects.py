@@ -18,6 +18,7 @@ from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
 from torchstrategy.replicas.mirrored import bodies, opened
 from torchstrategy.replicas.on_read import SyncOnReadVariable
+from torchstrategy.replicas.state_formats import align_state
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["track_object"]
@@ -114,6 +115,10 @@ class TrackedScaler(TrackedStateful):
         return super().plan(state, strategy)
 
 
+#: What a parameter group says of how a step is computed, and not of what.
+_WAYS = ("fused", "foreach", "capturable")
+
+
 class TrackedOptimizer(Tracked):
     """An optimizer. Its parameters have no names, so their shapes are kept, to notice another model's optimizer."""
 
@@ -136,7 +141,19 @@ class TrackedOptimizer(Tracked):
                     f"{_first_difference(saved, own)} Build the optimizer with the same parameters in the same order "
                     "as when it was saved."
                 )
-        return Plan(lambda: self.obj.load_state_dict(state["state"]), [self.name])
+        return Plan(lambda: self._load(state["state"]), [self.name])
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.obj.load_state_dict(self._as_here(state))
+        align_state(self.obj)
+
+    def _as_here(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with this optimizer's own ways to compute, which depend on the device."""
+        groups = [
+            {**saved, **{key: own[key] for key in _WAYS if key in own}}
+            for saved, own in zip(state["param_groups"], self.obj.param_groups, strict=True)
+        ]
+        return {**state, "param_groups": groups}
 
     def _class_name(self) -> str:
         return type(bodies(self.obj)[0]).__name__

@@ -129,6 +129,11 @@ def check_gpus(host: Host, job: Job | None) -> Iterator[Finding]:
         yield Finding(_SECTION, "GPUs", "ok", f"{host.num_gpus}: {', '.join(names)}")
     else:
         yield Finding(_SECTION, "GPUs", "info", "none")
+        text = (
+            "with torch's defaults a step on CPUs may take twice as long as it must; fit tunes its model by itself, "
+            "call ts.utils.tune(model, optimizer) in a loop of your own"
+        )
+        yield Finding(_SECTION, "tuning", "info", text)
 
 
 def _shared_gpus(host: Host, job: Job, num_workers: int, *, is_restricted: bool) -> Finding:

@@ -233,7 +233,8 @@ class WorkerGroup(RecordGroup):
         """Say whether gradients of one dtype and device need no bucket that stays; the same on all ranks."""
         routes = self.gradient_routes
         is_small = sum([tensor.nbytes for tensor in tensors]) <= routes.small_bytes
-        return tensors[0].is_cpu and (is_small or isinstance(routes.large, SharedMemoryPlane))
+        is_on_host = tensors[0].is_cpu and "cpu" not in routes.accelerators  # which stand-ins of accelerators are
+        return is_on_host and (is_small or isinstance(routes.large, SharedMemoryPlane))
 
     def sum_in_place(self, tensors: Sequence[Tensor], operation: str) -> None:
         """Replace such contiguous gradients by their sums over ranks; the caller has checked that the ranks agree."""

@@ -9,7 +9,7 @@ import torch
 
 from torchstrategy.base.log import logger
 
-__all__ = ["COUNTS", "parse_amp", "parse_count", "parse_jit"]
+__all__ = ["COUNTS", "check_flag", "parse_amp", "parse_count", "parse_jit"]
 
 #: Arguments that are numbers of batches.
 COUNTS = ("steps_per_execution", "gradient_accumulation_steps")
@@ -32,6 +32,12 @@ def parse_count(name: str, value: Any) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
         raise ValueError(f"compile({name}=...) must be a positive integer. Received: {value!r}")
     return int(value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"compile({name}=...) must be True or False. Received: {value!r}")
 
 
 def parse_amp(amp: Any) -> torch.dtype | None:

@@ -59,6 +59,7 @@ class Model(TrainableModule):
         jit_compile: bool | str | None = None,  # noqa: FBT001 - Keras' signature
         gradient_accumulation_steps: int = 1,
         amp: Any = None,
+        tune: bool = True,  # noqa: FBT001, FBT002 - as those before
     ) -> None:
         """Say how the model is trained. Inside the strategy's scope or outside it.
 
@@ -79,6 +80,7 @@ class Model(TrainableModule):
             gradient_accumulation_steps: batches that make one optimizer step, which is exactly that of one batch of all
                 their examples. (In Keras it is the mean of the batches' steps, and goes on over the end of an epoch.)
             amp: ``"bf16"`` or ``"fp16"`` computes forward passes in mixed precision; ``"fp16"`` scales the loss.
+            tune: let the first ``fit`` do what ``ts.utils.tune`` does, which makes steps faster.
 
         Raises:
             ValueError: a name is not known, a number is out of range, a loss can't be taken apart, or the model was not
@@ -101,6 +103,7 @@ class Model(TrainableModule):
             "jit_compile": jit_compile,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "amp": amp,
+            "tune": tune,
         }
         _loop_class(self).check(arguments)
         trainer_of(self).compile(self, arguments)

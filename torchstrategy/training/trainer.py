@@ -17,7 +17,7 @@ from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy, has_strategy, in_cross_replica_context
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.training.compile_arguments import COUNTS, parse_amp, parse_count, parse_jit
+from torchstrategy.training.compile_arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.training.logs import to_number
 from torchstrategy.training.position import FitPosition
 from torchstrategy.training.steps import Windows, current_step, sum_divisors
@@ -45,7 +45,7 @@ class Trainer:
 
     def __init__(self, strategy: Strategy | None = None) -> None:
         self.strategy: Strategy = get_strategy() if strategy is None else strategy
-        self.is_compiled = False
+        self.is_compiled = self.is_tuned = False
         #: What ``compile`` was given, by argument.
         self.arguments: dict[str, Any] = {}
         self.optimizer: Any = None
@@ -92,6 +92,7 @@ class Trainer:
         counts = {name: parse_count(name, arguments[name]) for name in COUNTS}
         autocast = parse_amp(arguments["amp"])
         jit_compile = parse_jit(arguments["jit_compile"])
+        check_flag("tune", arguments["tune"])
         with self.strategy.scope():
             self.strategy.replicate(model)  # if it is a copy, which no constructor has recorded
             loss = None if arguments["loss"] is None else CompiledLoss(arguments["loss"], arguments["loss_weights"])
@@ -113,7 +114,7 @@ class Trainer:
             counts["gradient_accumulation_steps"],
         )
         self.position = FitPosition()
-        self.is_compiled = True
+        self.is_compiled, self.is_tuned = True, False
 
     def begin_fit(self, position: FitPosition, callbacks: Any, dataset: Any) -> None:
         """Note what a ``fit`` that begins is about.
