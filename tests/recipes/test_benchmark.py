@@ -81,7 +81,7 @@ def test_benchmark_prints_and_writes_every_figure(tmp_path):
     run = tmp_path / "run"
     results = json.loads((run / "results.json").read_text())
     ways = {"DDP", "DDP, gradients as views", OURS, PLAIN, CONCURRENT, TURNS, ALONE}
-    assert set(results["steps"]["mlp"]) == {"default", "best"}
+    assert set(results["steps"]["mlp"]) == {"default", "tuned"}
     for times in results["steps"]["mlp"].values():
         assert set(times) >= ways
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())

@@ -13,13 +13,13 @@ from torchstrategy.testing import run_in_processes
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}
 SETTINGS = {
     "default": {"optimizer": SGD, "channels_last": False},
-    "best": {"optimizer": {**SGD, "fused": True}, "channels_last": True},
+    "tuned": {"optimizer": {**SGD, "fused": True}, "channels_last": True},
 }
 IN_PROCESSES = [way for way in WAYS if way not in (PLAIN, ALONE, CONCURRENT, TURNS)]
 
 
 def options(setting, model="conv_net"):
-    arguments = {"pool_first": True} if (setting, model) == ("best", "conv_net") else {}
+    arguments = {"pool_first": True} if (setting, model) == ("tuned", "conv_net") else {}
     return {
         "model": {"_target_": f"models.{model}", **arguments},
         "num_replicas": 2,
