@@ -4,10 +4,10 @@ Nothing here is done by an import, except that the sources which torch's import 
 
 constructors of modules, optimizers, schedulers, gradient scalers; copying them
     A scope records what is made in it, also by copies and by unpickling. Until the last scope is left.
-constructors of optimizers, schedulers, gradient scalers
+constructors of optimizers and schedulers
     What is made outside for what was made inside is taken up. Until no strategy with several replicas is left.
-torch's global optimizer step hooks
-    Gradients are summed at ``optimizer.step()``. Until the same.
+torch's global optimizer step hooks; ``GradScaler.unscale_``, ``GradScaler.step``
+    Gradients are summed at ``optimizer.step()``, or before a scaler looks for infinities. Until the same.
 ``torch.nn.SyncBatchNorm.forward``
     Torch's own knows no replicas of a strategy. Until the same.
 ``functional.batch_norm``, ``functional.group_norm``
@@ -28,8 +28,8 @@ the C library's ``mallopt``
     process ends.
 
 On the program's own objects: a recorded object changes its class at the first ``run`` with several replicas in a
-process (to a facade of the same name), as does a gradient scaler (to one that sums first), and parameters of several
-replicas get a hook that tells of their backward passes.
+process (to a facade of the same name), and parameters of several replicas get a hook that tells of their backward
+passes.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def test_hidden_gpus():
     (finding,) = check_gpus(FakeHost(environ=environ, cuda_version="13.0"), None)
     assert finding.status == "warn"
     assert "unset CUDA_VISIBLE_DEVICES" in finding.remedy
-    (finding,) = check_gpus(FakeHost(environ=environ), None)  # nothing to hide in a CPU build
-    assert finding.status == "info"
+    finding, tuning = check_gpus(FakeHost(environ=environ), None)  # nothing to hide in a CPU build
+    assert finding.status == tuning.status == "info"
+    assert "ts.utils.tune(model, optimizer)" in tuning.text
 
 
 @pytest.mark.parametrize(

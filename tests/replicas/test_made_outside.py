@@ -143,12 +143,13 @@ def test_dropped_objects_are_forgotten(strategy):
 
 
 def scaled_steps(devices, made):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if made == "before" else None
     strategy = strategy_for(devices)
     model = make_model(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if made == "outside":
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    else:
+    elif made == "inside":
         with strategy.scope():
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
@@ -167,11 +168,13 @@ def scaled_steps(devices, made):
 def test_scaler_sees_all_replicas_where_it_can_and_is_refused_elsewhere(process_pool):
     """Otherwise the replica whose gradient overflows would skip a step that the others take."""
     expected = scaled_steps(cpu_devices(2), "inside")
-    for result in process_pool(2).run(scaled_steps, None, "outside"):
-        assert result == pytest.approx(expected)
+    for made in ("outside", "before"):  # also before there was a strategy
+        for result in process_pool(2).run(scaled_steps, None, made):
+            assert result == pytest.approx(expected)
     assert scaled_steps([], "outside")[-1] == scaled_steps(cpu_devices(1), "outside")[-1] == 4.0
-    with pytest.raises(RuntimeError, match="GradScaler that was made outside"):
-        scaled_steps(cpu_devices(2), "outside")
+    for made in ("outside", "before"):
+        with pytest.raises(RuntimeError, match="GradScaler that was made outside"):
+            scaled_steps(cpu_devices(2), made)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -1,12 +1,13 @@
 """Where gradient sums happen by themselves: ``optimizer.step()``, ``GradScaler`` and ``backward``.
 
-torch's global step hooks see every optimizer's ``step``. With one replica they do nothing.
+torch's global step hooks see every optimizer's ``step``, and methods of ``GradScaler`` are replaced while there is a
+strategy with several replicas, whenever a scaler is made. With one replica they do nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner, watch
 from torchstrategy.replicas.updating import is_updating
 
-__all__ = ["install", "prepare"]
+__all__ = ["install"]
 
 
 def install(user: Any) -> None:
@@ -35,8 +36,8 @@ def install(user: Any) -> None:
 
 def _install() -> list[Callable[[], None]]:
     why = "gradients are summed at optimizer.step()"
-    return [
-        watch(prepare),
+    ends = [
+        watch(),
         *(
             patches.note(f"torch's global optimizer step {name} hooks", why, patches.STRATEGIES, handle.remove)
             for name, handle in (
@@ -45,15 +46,15 @@ def _install() -> list[Callable[[], None]]:
             )
         ),
     ]
+    why = "gradients are summed before a scaler looks for infinities"
+    for cls in _scaler_classes(torch.amp.GradScaler):
+        for name, summing in (("unscale_", _summing_unscale), ("step", _summing_step)):
+            if name in vars(cls):
+                ends.append(patches.replace(cls, name, summing(vars(cls)[name]), why, patches.STRATEGIES))
+    return ends
 
 
 _hooks = patches.WhileUsed(_install)
-
-
-def prepare(obj: Any) -> None:
-    """Make a ``GradScaler`` sum gradients before it looks for infinities."""
-    if isinstance(obj, torch.amp.GradScaler) and not isinstance(obj, _SummingScaler):
-        obj.__class__ = _summing_class(type(obj))  # type: ignore[arg-type]
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,24 +116,32 @@ def _with_summed_closure(
     return (args[0], summed, *args[2:]), kwargs
 
 
-class _SummingScaler:
-    """Mixed in before a ``GradScaler`` class."""
+def _scaler_classes(cls: type[Any]) -> Iterator[type]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _scaler_classes(subclass)
 
-    def unscale_(self, optimizer: Optimizer) -> None:
-        _sum_here(self, optimizer)
-        super().unscale_(optimizer)  # type: ignore[misc]
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _summing_unscale(unscale: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: Optimizer) -> None:
         _sum_here(self, optimizer)
-        result = super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        unscale(self, optimizer)
+
+    return unscale_
+
+
+def _summing_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def summing(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _sum_here(self, optimizer)
+        result = step(self, optimizer, *args, **kwargs)
         context = current_replica_context()
         if context is not None:  # it may have left the step out
             context.strategy.gradients.ledger.forget_unused(optimizer_parameters(resolve(optimizer)))
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = type(self).__bases__[1]  # whose name this class has
-        return object.__new__, (plain,), plain.__getstate__(self)
+    return summing
 
 
 def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
@@ -145,9 +154,3 @@ def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
             "process: each would update its scale. Make it inside `with strategy.scope():`."
         )
     context.sum_gradients(optimizer)
-
-
-@functools.cache
-def _summing_class(cls: type) -> type:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_SummingScaler, cls), names)

@@ -35,7 +35,7 @@ class ServedHosting(DirectHosting):
     """
 
     def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy, strategy.placement, None, strategy.record, _nothing)
+        super().__init__(strategy, strategy.placement, None, strategy.record)
         self._links: dict[int, OptimizerLink] = {}
         #: Module's id -> its root, which it does not keep alive, and its path there.
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -274,7 +274,3 @@ def _check_servable(name: str, tensor: Tensor) -> None:
 
 def _binding_of(tensor: Tensor) -> Binding | None:
     return tensor.binding if isinstance(tensor, Served) else None
-
-
-def _nothing(_: Any) -> None:
-    pass

@@ -56,7 +56,6 @@ class ReplicaSet:
         strategy: the strategy.
         devices: one for each replica of this process.
         record: what the strategy's scopes recorded.
-        prepare: called with each new object that is not a module, after its copies are made.
         running: returns the position of the replica whose turn it is, or ``None``.
     """
 
@@ -65,13 +64,11 @@ class ReplicaSet:
         strategy: Any,
         devices: Sequence[torch.device],
         record: Record,
-        prepare: Callable[[Any], None],
         running: Callable[[], int | None],
     ) -> None:
         self.strategy = strategy
         self._devices = [tensor_device(device) for device in devices]
         self._record = record
-        self._prepare = prepare
         self._running = running
         self._facades: list[weakref.ref[Any]] = []
         self._all_noted = False
@@ -272,8 +269,6 @@ class ReplicaSet:
         for i, body in enumerate(own):
             prepare_body(body, i)
             self._record.own(body)
-            if not isinstance(body, nn.Module):
-                self._prepare(body)
         self._facades.append(weakref.ref(obj, self._forget_facade))
         if isinstance(own[0], Optimizer):
             self._groups[own[0]] = _group_ids(own[0])

@@ -77,7 +77,6 @@ class DirectHosting(Hosting):
         placement: where its replicas are.
         workers: the processes; ``None`` if there is only this one.
         record: what the strategy's scopes recorded.
-        prepare: called once with each recorded object that is not a module.
     """
 
     def __init__(
@@ -86,12 +85,10 @@ class DirectHosting(Hosting):
         placement: Placement,
         workers: WorkerGroup | None,
         record: Record,
-        prepare: Callable[[Any], None],
     ) -> None:
         self._strategy = strategy
         self._workers = workers
         self._record = record
-        self._prepare = prepare
         self._device = placement.devices[0]
         self._replica = placement.first_replica
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
@@ -150,9 +147,6 @@ class DirectHosting(Hosting):
                 check_can_be_copied(obj)
         new = take_new(self._record, self._workers)
         self._slots = None
-        for obj in _without_tensors(new):
-            if not isinstance(obj, nn.Module):
-                self._prepare(obj)
         if self._workers is None:
             return
         for obj in _without_tensors(new):

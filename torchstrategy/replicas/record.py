@@ -2,9 +2,9 @@
 
 While a scope is open, the constructors of these classes note the new object, and so do the methods by which ``copy``
 and ``pickle`` make one. Nothing else is patched, and the originals return when the last scope closes. Only the
-constructors of optimizers, schedulers and gradient scalers stay patched while there is a strategy with several
-replicas: an optimizer or scheduler that is made outside the scope, for parameters that were made inside, is taken up
-at the next run, because the replicas would share a plain one and count steps twice.
+constructors of optimizers and schedulers stay patched while there is a strategy with several replicas: one that is made
+outside the scope, for parameters that were made inside, is taken up at the next run, because the replicas would share a
+plain one and count steps twice.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
     "watch",
 ]
 
-_WATCHED: tuple[type, ...] = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
-_RECORDED: tuple[type, ...] = (torch.nn.Module, *_WATCHED)
+_WATCHED: tuple[type, ...] = (torch.optim.Optimizer, LRScheduler)
+_RECORDED: tuple[type, ...] = (torch.nn.Module, torch.amp.GradScaler, *_WATCHED)
 
 _owners: dict[int, tuple[weakref.ref[Any], Any]] = {}
 _lock = threading.RLock()
 _active = 0
-_watching: Callable[[Any], None] | None = None
+_is_watching = False
 #: What stood in a class's dictionary before a method was replaced; ``None`` if nothing did.
 _originals: dict[tuple[type, str], Any] = {}
 #: Optimizers and schedulers that were made outside every scope and belong to no strategy yet.
@@ -217,21 +217,18 @@ def unrecorded() -> Iterator[None]:
         _quiet.value = before
 
 
-def watch(prepare_scaler: Callable[[Any], None]) -> Callable[[], None]:
+def watch() -> Callable[[], None]:
     """Note optimizers and schedulers that are made outside every scope, from now on.
-
-    Args:
-        prepare_scaler: called with each gradient scaler that is.
 
     Returns:
         What ends it.
     """
-    global _watching
+    global _is_watching
     with _lock:
-        _watching = prepare_scaler
+        _is_watching = True
         _patch_constructors(_WATCHED)
     return patches.note(
-        "constructors of optimizers, schedulers and gradient scalers",
+        "constructors of optimizers and schedulers",
         "what is made outside the scope for what was made inside is taken up",
         patches.STRATEGIES,
         _stop_watching,
@@ -239,9 +236,9 @@ def watch(prepare_scaler: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def _stop_watching() -> None:
-    global _watching
+    global _is_watching
     with _lock:
-        _watching = None
+        _is_watching = False
         if _active == 0:
             _restore()
 
@@ -250,7 +247,7 @@ def _restore() -> None:
     """Put back what nobody needs replaced any more."""
     for key, original in list(_originals.items()):
         cls, name = key
-        if _watching is not None and name == "__init__" and issubclass(cls, _WATCHED):
+        if _is_watching and name == "__init__" and issubclass(cls, _WATCHED):
             continue
         if _originals.pop(key, _originals) is _originals:  # another thread was collecting strategies meanwhile
             continue
@@ -337,10 +334,8 @@ def _note(obj: Any) -> None:
 def _note_made_outside(obj: Any) -> None:
     global _num_made_outside
     key = id(obj)
-    if _watching is None or key in _unclaimed or owner(obj) is not None:
+    if not _is_watching or key in _unclaimed or owner(obj) is not None:
         return
-    if isinstance(obj, torch.amp.GradScaler):
-        _watching(obj)
-    elif isinstance(obj, _WATCHED):
+    if isinstance(obj, _WATCHED):
         _unclaimed[key] = weakref.ref(obj, lambda _: _unclaimed.pop(key, None))
         _num_made_outside += 1

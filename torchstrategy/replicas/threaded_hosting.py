@@ -42,7 +42,6 @@ class ThreadedHosting(Hosting):
         placement: where its replicas are.
         workers: the processes; ``None`` if there is only this one.
         record: what the strategy's scopes recorded.
-        prepare: called once with each replica's copy of an object that is not a module.
         concurrent: run the replicas at the same time instead of in turns.
         check_every: number of runs between two checks for divergence.
     """
@@ -53,7 +52,6 @@ class ThreadedHosting(Hosting):
         placement: Placement,
         workers: WorkerGroup | None,
         record: Record,
-        prepare: Callable[[Any], None],
         *,
         concurrent: bool,
         check_every: int,
@@ -63,7 +61,7 @@ class ThreadedHosting(Hosting):
         self._workers = workers
         self._record = record
         self._concurrent = concurrent
-        self._set = ReplicaSet(strategy, placement.devices, record, prepare, self.running)
+        self._set = ReplicaSet(strategy, placement.devices, record, self.running)
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices, concurrent=concurrent)
         self._cores = _Cores(len(placement.devices))
         if concurrent and sum(device.type == "cpu" for device in placement.devices) > 1:

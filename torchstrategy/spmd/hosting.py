@@ -19,7 +19,6 @@ from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues
 from torchstrategy.collectives.reductions import check_addable, check_joinable, mean_of_total
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
-from torchstrategy.gradients.optimizer_hooks import prepare
 from torchstrategy.replicas.adapters import trace_ends
 from torchstrategy.replicas.caller_modes import CallerModes
 from torchstrategy.replicas.distributed_variables import DistributedVariable
@@ -67,7 +66,7 @@ class SpmdHosting(DirectHosting):
     """
 
     def __init__(self, strategy: Any, placement: Placement, record: Record, runtime: TpuRuntime) -> None:
-        super().__init__(strategy, placement, None, record, prepare)
+        super().__init__(strategy, placement, None, record)
         self._placement = placement
         self._runtime = runtime
         self.num_replicas = placement.num_replicas

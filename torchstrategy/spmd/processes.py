@@ -22,7 +22,6 @@ from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.joining import join
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.gradients.optimizer_hooks import prepare
 from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record
@@ -74,7 +73,7 @@ class ProcessHosting(DirectHosting):
     def __init__(
         self, strategy: Any, placement: Placement, workers: WorkerGroup, record: Record, runtime: TpuRuntime
     ) -> None:
-        super().__init__(strategy, placement, workers, record, prepare)
+        super().__init__(strategy, placement, workers, record)
         self._runtime = runtime
         self._replica_id = placement.local_replica_ids[0]
         self._region: Region | None = None

@@ -25,7 +25,7 @@ from torchstrategy.data.distribute import distribute_dataset, distribute_from_fu
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.gradients.ledger import GradientLedger
-from torchstrategy.gradients.optimizer_hooks import install, prepare
+from torchstrategy.gradients.optimizer_hooks import install
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
@@ -42,6 +42,7 @@ from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
 from torchstrategy.strategies.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
+from torchstrategy.strategies.replicating import take_in
 from torchstrategy.strategies.scope import Scope
 
 __all__ = ["Strategy"]
@@ -395,32 +396,38 @@ class Strategy:
         """
         return make_numpy_dataset(numpy_input)
 
-    def replicate(self, obj: Any) -> Any:
-        """Give each replica a copy of any object that the replica function changes, as if a scope had recorded it.
+    def replicate(self, *objects: Any) -> Any:
+        """Give each replica a copy of objects that were made outside the scope, as if the scope had recorded them.
+
+        That is a model and all that trains it, which go together and then need no scope, in which constructors are
+        patched. Schedulers go with their optimizer by themselves. Other objects that the replica function changes may
+        be given, too. On an accelerator modules move to this process's first device.
 
         Args:
-            obj: an object of a Python class, made of what can be deep-copied.
+            objects: modules, optimizers, learning-rate schedulers, gradient scalers, or objects of a Python class, made
+                of what can be deep-copied.
 
         Returns:
-            The object.
+            The object, or a tuple of the objects if there are several.
 
         Raises:
-            TypeError: the object is a tensor; or at the first ``run``, if it can't be copied.
+            TypeError: an object is a tensor; or at the first ``run``, if it can't be copied.
+            ValueError: there are no objects, or one belongs to another strategy.
+            RuntimeError: a module would have to move to an XLA device, on which its parameters are new ones.
 
         Example:
-            >>> class Counter:
-            ...     count = 0
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> counter = strategy.replicate(Counter())
-            >>> def fn():
-            ...     counter.count += 1
-            >>> strategy.run(fn), counter.count
-            (None, 1)
+            >>> model, optimizer = strategy.replicate(model, optimizer)
+            >>> def step():
+            ...     optimizer.zero_grad()
+            ...     model(torch.ones(1, 2)).sum().backward()
+            ...     optimizer.step()
+            >>> strategy.run(step)
         """
-        if isinstance(obj, Tensor):
-            raise TypeError("A tensor can't be replicated. Make it with `ts.Variable(tensor)` in `strategy.scope()`.")
-        self.record.add(obj)
-        return obj
+        take_in(self, objects)
+        return objects[0] if len(objects) == 1 else objects
 
     def sync_buffers(self) -> None:
         """Synchronise module buffers now, as ``optimizer.step()`` does. Cross-replica context only.
@@ -471,9 +478,9 @@ class Strategy:
     def _make_hosting(self, *, concurrent: bool, check_every: int) -> Hosting:
         """Make the place where replica functions run."""
         if len(self.placement.devices) == 1:
-            return DirectHosting(self, self.placement, self.workers, self.record, prepare)
+            return DirectHosting(self, self.placement, self.workers, self.record)
         return ThreadedHosting(
-            self, self.placement, self.workers, self.record, prepare, concurrent=concurrent, check_every=check_every
+            self, self.placement, self.workers, self.record, concurrent=concurrent, check_every=check_every
         )
 
     def _make_gradients(self, options: CommunicationOptions, check_every: int) -> ReplicaGradients:
