@@ -76,7 +76,7 @@ def test_hidden_gpus():
     assert "unset CUDA_VISIBLE_DEVICES" in finding.remedy
     finding, tuning = check_gpus(FakeHost(environ=environ), None)  # nothing to hide in a CPU build
     assert finding.status == tuning.status == "info"
-    assert "ts.utils.tune(model, optimizer)" in tuning.text
+    assert "ts.utils.tune(model, optimizer)" in tuning.detail
 
 
 @pytest.mark.parametrize(

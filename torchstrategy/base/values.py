@@ -2,6 +2,13 @@
 
 ``PerReplica`` holds one value for each replica of this process. It exists only where this process hosts several
 replicas; with one replica a plain value is the replica's value.
+
+``global_batch_size="actual"`` needs the true size of the global batch before the replica function starts; dividing
+afterwards would be wrong for accumulation, regularisation, several losses and gradient scalers. So each batch of a
+distributed dataset carries on its tensors how it was split (``BatchShares``: examples for each replica). The tags
+belong to the batch, not to the iterator: batches may be listed, prefetched or reordered. ``run`` collects the tags of
+its arguments, and asking for the size never communicates. Where it can't be known (no tag, or arguments with
+different splits, or a loss without one row for each example) it raises, by rules that all replicas decide alike.
 """
 
 from __future__ import annotations

@@ -1,1 +1,82 @@
-"""Collectives: between the replicas of one process and between processes."""
+"""Collectives: between the replicas of one process and between processes.
+
+Collectives between processes
+-----------------------------
+The library makes its own process groups and never takes over the program's. Gloo returns garbage for mismatched
+dtypes and aborts a rank for mismatched shapes, so before data travels the ranks compare **records** of what they
+bring: a sequence number, the operation, the calling line, and shapes and dtypes (``record_group.py``). If they are in
+different operations, every rank raises a ``DisagreementError`` that lists them; if they bring different shapes or
+dtypes, an ``InvalidArgumentError``. A sum of gradients sends one record, with a hash of the parameters' shapes in
+place of the shapes, before all of its buckets.
+
+Records travel over TCP connections which the calling thread itself reads and writes: a gloo collective of this size
+hands over to other threads and takes several times as long. Up to 16 ranks there is one connection for each pair;
+above that each rank writes to its host's first rank, these to rank 0, and the answers come back the same way.
+
+Data travels over **data planes** (``data_planes.py``, ``shared_memory.py``), which ``routes.py`` chooses by size and
+place:
+
+- Up to 16 KiB on CPUs: in a message. A user's small tensor rides in the record itself, so its collective is one
+  round.
+- Larger, on one host: shared memory without a name (``memfd_create``), whose descriptor travels over a Unix socket.
+  It is gone with the last process, however that ends, and the size of ``/dev/shm`` does not matter. Ranks wait in
+  ``recv``, for one byte a step; nothing spins. Chunks are as small as they can be without taking longer, because the
+  kernel counts what a process has touched of the memory to each process. Gloo copies everything through sockets, and
+  takes two to four times as long.
+- On several hosts: within each host through shared memory, between the hosts' first ranks over gloo, bound to the
+  network on which the ranks have met. Left alone gloo looks up the host's name, which often leads to the loopback.
+- On GPUs: NCCL. ``RING`` is gloo for everything.
+- On XLA devices with one process each: XLA's collectives, each in a program of its own (``xla_plane.py``, see TPUs).
+  The exchange of records right before the launch takes the place of a time limit, which XLA has not.
+
+Sums are added in the order of ranks wherever that is ours to decide, so that results have the same bits everywhere. A
+group of the user's, or any c10d backend, takes the place of all planes by a registered name.
+
+Meeting, failing and leaving
+----------------------------
+``cluster_resolver/detect.py`` says which job a process belongs to: a ``Job``. Rank 0, or the launcher, keeps a
+key-value store at the job's address. There the processes find each other (``collectives/rendezvous.py``) and, before
+they open any connection, compare a description of themselves: number of processes, cluster, versions of torch and of
+this library, strategy, options. A process can join a job once; one that is started again alone is refused, because
+the others are somewhere in the middle of the program.
+
+Afterwards they talk over a **control plane** (``collectives/control.py``), and the store is needed only for further
+strategies. The first rank of each host is its leader; each rank holds one connection to its leader, and leaders one
+to each other, so a host of eight ranks costs the others one connection. A host is a kernel, a network and a PID
+namespace, and a shared memory. One thread of each process serves them and answers also while the program computes or
+waits. A rank that fails says so before it raises, and the others, also those that wait in a collective, raise
+``ReplicaFailedError`` with its name and its error.
+
+- A process that **died** is known by its closed connection, within milliseconds. Forked children, such as loader
+  workers, close their copies of the connections, which would otherwise outlive their parent.
+- A process that is **stopped or cut off** is known by its silence, for 10 seconds (``TORCHSTRATEGY_HEARTBEAT_S``). A
+  leader also asks the kernel about silent processes of its own host, since native code may keep Python's threads from
+  running for long. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
+  forgiven.
+- When a **deadline** passes (``timeout_seconds``, else half an hour), the ranks are asked where they are: the message
+  says who arrived, who did not, and the stack of each rank that is elsewhere.
+- A failure that **all ranks** have at the same point, as when ``run`` raises the same error everywhere and the
+  program goes on, ends nothing: each rank knows from the counts of begun collectives whether the others were past
+  that point.
+- A failure of **one rank between two collectives** lets the others through the first of them, no matter which process
+  runs first: the report says which collectives the rank had got through, and whoever still waits for one of these
+  does so for up to 5 seconds more. So all ranks end at the same step, and a failure that the others are about to
+  have, too, is known as one of all.
+
+``torchstrategy launch`` adds to torch's launcher one exchange for each round over the rendezvous' own store: the
+workers' addresses, which become ``TF_CONFIG``, and the attempt, because a torch launcher counts only its own workers'
+failures. A worker's program runs in a wrapper that imports nothing of ours, so that it can set variables before torch
+reads them, and that dies with its launcher. The doctor's checks are functions of a ``Host``, which tests replace.
+
+A process that leaves says so, and waits until the others have read it, at most a second. The store is asked from a
+thread, because its client can't be interrupted.
+
+Tests make hosts as unnamed network namespaces joined by TUN devices, whose packets a process of ours carries: no
+kernel module is needed, and the kernel removes all of it when that process ends.
+
+Recipes start workers by ``jobs.launched``: torch's elastic launcher calls the recipe's function, found by module and
+name, with the resolved configuration.
+
+A failed rank can't be replaced while the others run, because their collectives are at a certain point of the program.
+The job starts again from its last checkpoint, by the launcher or by hand.
+"""

@@ -1,4 +1,55 @@
-"""Where a distributed dataset's elements come from, and the source for global batches of any iterable."""
+"""Where a distributed dataset's elements come from, and the source for global batches of any iterable.
+
+The user gives global batches. A batch of ``m`` is cut into consecutive chunks of ``ceil(m / n)``, and chunk ``i``
+goes to replica ``i`` in every hosting, so ``gather`` is in data order and two processes see what two in-process
+replicas see. Empty shares are run, never skipped or padded, so that all replicas reach the same merge points and
+nothing false reaches a metric.
+
+A batch is taken apart into components (``data/batch.py``), and each component is cut along its examples: tensors
+along their first dimension, lists of examples by their entries, registered types by their splitters
+(``data/splitters.py``). Which lists of a collate function's batch have an entry for each example is found by
+collating another number of examples (``data/example_lists.py``), because sizes can't tell.
+
+A ``Source`` (``data/sources.py``) makes readings, a reading makes ``LocalBatch``es, and the iterator brings them to
+the devices. There are five sources:
+
+- ``IndexedLoader``: for map-style loaders; reads only this process's part: the loader is copied around a batch
+  sampler that yields it. Agreement between ranks: first index batch, and a checksum of all at the end.
+- ``ArraySource``: for arrays in ``fit``; reads only this process's part, by one indexing call. Agreement between
+  ranks: the arrays' checksum; one number an epoch.
+- ``WholeBatches``: for other iterables, arrays; reads every batch, and keeps its part. Agreement between ranks:
+  shapes and dtypes at each step; nothing for arrays.
+- ``OwnStreams``: for ``FILE``, ``OFF``, ``HINT``; reads a stream of its own, cut anew as tf does. Agreement between
+  ranks: lengths and who still has data, at each step.
+- ``FunctionPipelines``: for datasets of a function; reads what the function made. Agreement between ranks: the same.
+
+**Random numbers.** What decides the order is drawn from the chief's stream, then from a stream derived of it, in
+every hosting: within an epoch the model's draws never change the data's order, and the order can be drawn again. (A
+stream of the dataset's own over all epochs would make the order independent of dropout altogether, but
+``torch.manual_seed`` before an epoch would have no effect, and the orders would not be a plain loader's.) Loading a
+batch is seeded by (state at the epoch's start, number of the batch, replica), so augmentation does not depend on the
+number of loader workers. Seeding each example would make it independent of the number of processes too, but costs 15
+us an example.
+
+**Positions.** A state is a count and the random states of the epoch's start, so it does not know how many replicas
+there are. A map-style order is drawn again and skipped without loading; a checksum of the skipped index batches tells
+other data. Data with a ``state_dict`` of its own (torchdata's protocol) keeps its own state. Processes with streams
+of their own exchange their positions in ``state_dict``, which is therefore collective there; with another number of
+processes the streams are shared out anew and read one after the other. (Counting alone would have kept ``state_dict``
+local, but a stream would have to be read again from its start.) ``AUTO`` may choose differently for another number of
+processes: a loaded state decides how the rest of its epoch is read. Positions don't keep iterators alive, and on
+accelerators, where reading runs ahead of the user, each element carries the position that follows it.
+
+A ``ts.data.Dataset`` is an immutable tree of operations. Each iteration builds torchdata nodes from it. As long as
+elements are slices of arrays only, the nodes carry their positions: shuffling 60,000 images moves integers, and a
+batch is one indexing call. Everything random follows from keys that are drawn at the first ``next``, so a state is
+keys and counts, never elements. A reader of files is a function from a path to examples; an optional argument
+``start`` lets it skip without decoding. Readers stream and never map files into memory, so damage is an error that
+names the file.
+
+What processes divide is compared before it is divided (``data/checks.py``): lengths, checksums of tensors, structures
+and dtypes. ``data/prefetch.py`` starts and finishes the copies of an element on one side stream for each device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,29 @@
-"""What hooks see of a running train, evaluate or predict, and where processes that step together agree."""
+"""What hooks see of a running train, evaluate or predict, and where processes that step together agree.
+
+**``model_fn`` is called once for each ``train``, ``evaluate`` or ``predict``**, in the strategy's scope and with the
+first batch as an example, as tf builds one graph for each. Without a graph, what is to happen at each step must be
+given as functions of the module's outputs. The alternative, calling it in each step with that step's batch, reads
+more like tf's programs, but modules that it makes would have to be recognised and replaced by those of the step
+before: by the order of construction, say, which a condition in the function would break in silence.
+
+**Each replica reads a batch of its own** (``distribute_datasets_from_function``), and its loss is divided by the
+number of replicas, so that the sum which ``optimizer.step()`` makes is tf.estimator's mean. A round in which a
+replica of any process has no batch is dropped in training, as all processes know from the batch's tags; evaluations
+count every batch.
+
+**Processes that train in step agree twice in each step**: after the step on its loss and on the stops and saves that
+hooks asked for before it, and after the hooks on stops that they asked for then. So a hook may run on the chief only,
+and ``save_checkpoints_secs`` needs no common clock.
+
+**The global step is a ``ts.Variable``**, because on parameter servers all workers count with it.
+
+**What a checkpoint holds** is a ``ts.train.Checkpoint`` numbered by the global step. The position in the data is part
+of it only if a ``CheckpointInputPipelineHook`` asks for that: tf's ``input_fn`` starts anew in each ``train``.
+
+**Feature columns** are descriptions; the parameters that they need stand directly on the model's module under tf's
+names, because names of submodules are separated by dots. Strings stay on the host up to the column that looks them
+up.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,12 @@
 An added loss belongs to the call in which it was added and is forgotten when the outermost module is called again. A
 hook on the modules that were being called does that, so a model that adds no losses pays nothing. What was added is
 kept beside the modules: neither copies and pickles nor ``state_dict`` see it.
+
+The classes of ``ts.losses`` are plain objects, not modules: they have no state, and ``call`` gives per-example losses
+to whoever reduces them. What layers add by ``ts.add_loss`` is kept beside the modules and forgotten when the
+outermost module is called again; a pre-hook, put there by the first ``add_loss``, sees that. The modules being called
+are read from Python's frames, so nothing has to be undone when a forward fails, and models without added losses pay
+nothing.
 """
 
 from __future__ import annotations

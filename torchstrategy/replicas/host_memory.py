@@ -7,6 +7,15 @@ an optimizer steps, replica 0's parameters become the host's memory for the time
 see it, and what they wrote to their views is gone. Outside ``run`` the user's tensors are views of the host's memory.
 
 With several processes the chief is the host; the others see its memory, and the state of its optimizers.
+
+Parameters and buffers live once, in memory without a name (``memfd_create``). Replicas on CPUs, and the other
+processes of the host, read them through private mappings: a page that is not written takes no memory, an update of
+the host's is seen at once, and what a replica writes is its own, as under ``MirroredStrategy``. Replicas on GPUs have
+copies that are refreshed. ``step()`` is one meeting: the gradients are summed, what replica 0 wrote becomes the
+host's, one optimizer updates the host's memory, and all private pages are dropped. The parameter objects in the
+program's hands stay; only their memory changes. The optimizer's state is the chief's, and moves to shared memory
+after its first step, so that every rank can read and save it. Sharing the parameters directly was rejected, because
+what several replicas or ranks write would count several times.
 """
 
 from __future__ import annotations
