@@ -7,6 +7,7 @@ strategy with several replicas, whenever a scaler is made. With one replica they
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,10 @@ def _with_summed_closure(
     return (args[0], summed, *args[2:]), kwargs
 
 
+#: Of scalers that no scope recorded, which local replica used each first: one made in `run` is a replica's own.
+_users: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
 def _scaler_classes(cls: type[Any]) -> Iterator[type]:
     yield cls
     for subclass in cls.__subclasses__():
@@ -148,7 +153,11 @@ def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
     context = current_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return
-    if owner(scaler) is None and scaler.is_enabled() and len(context.strategy.placement.devices) > 1:
+    if (
+        owner(scaler) is None
+        and scaler.is_enabled()
+        and _users.setdefault(scaler, context.local_id) != context.local_id
+    ):
         raise RuntimeError(
             f"A {type(scaler).__name__} that was made outside `strategy.scope()` can't serve several replicas in one "
             "process: each would update its scale. Make it inside `with strategy.scope():`."
