@@ -121,12 +121,12 @@ def test_groups_of_one_layout():
 
 def test_memory_that_may_be_written_to():
     buffer = torch.zeros(12)
-    assert have_own_memory([buffer[:4], buffer[4:8], torch.zeros(2, 3).t(), torch.zeros(0), torch.zeros(())])
-    assert have_own_memory([buffer[:0], buffer[:0], LAST])
-    assert not have_own_memory([buffer[:5], torch.zeros(3), buffer[4:8]])
-    assert not have_own_memory([buffer, buffer.view(3, 4)])
-    assert not have_own_memory([buffer[2:4], buffer])
-    assert not have_own_memory([buffer[::2]])  # another one may lie in its gaps
-    assert not have_own_memory([torch.zeros(3).expand(2, 3)])
-    assert not have_own_memory([torch.zeros(3, requires_grad=True)])
-    assert not have_own_memory([torch.zeros(3).to_sparse()])
+    own = [torch.empty_strided((3, 2), (1, 3)), torch.zeros(0), torch.zeros(()), LAST.clone()]
+    assert have_own_memory(own) == [True] * 4
+    assert have_own_memory([own[0], own[0]]) == [False] * 2
+    shared = [buffer[:4], buffer[4:8], buffer.view(3, 4), buffer]
+    others = [torch.zeros(4)[::2], torch.zeros(3).expand(2, 3), torch.zeros(3, requires_grad=True)]
+    others += [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")]
+    assert have_own_memory([*shared, *others]) == [False] * 9
+    del shared
+    assert have_own_memory([buffer]) == [True]

@@ -40,6 +40,19 @@ class Same(torch.autograd.Function):
         return both, both.view(-1)
 
 
+class OfSaved(torch.autograd.Function):
+    """Has a gradient that is a part of a tensor of the program's, if there is one example."""
+
+    @staticmethod
+    def forward(ctx, parameter, examples):
+        ctx.examples = examples
+        return (parameter * examples).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (ctx.examples[0] if len(ctx.examples) == 1 else ctx.examples.sum(0)), None
+
+
 def parameter(*shape, dtype=torch.float64):
     generator = torch.Generator().manual_seed(sum(shape) + 1)
     return nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
@@ -169,3 +182,24 @@ def keeps_gradients(devices):
 
     strategy.run(step)
     return found[0]
+
+
+def train_on_kept_batches(devices):
+    """Return the parameters after steps on batches that the program keeps, and the batches."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.ParameterList([parameter(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    examples = torch.arange(12, dtype=torch.float64).view(4, 3)
+    batches = list(strategy.experimental_distribute_dataset(examples.clone(), batch_size=2))
+
+    def step(own):
+        optimizer.zero_grad()
+        OfSaved.apply(model[0], own).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        for batch in batches:
+            strategy.run(step, args=(batch,))
+    kept = [strategy.experimental_local_results(batch) for batch in batches]
+    return model[0].detach().clone(), kept

@@ -33,3 +33,17 @@ def test_a_gradient_stays_the_tensor_that_it_was(process_pool):
         for is_same, total in answers:
             assert is_same
             assert total == 3.0
+
+
+def test_the_programs_own_tensors_stay_what_they_were(process_pool):
+    """A function's gradient may be a part of what it has saved, which torch takes as it is."""
+    expected, _ = programs.train_on_kept_batches(cpu_devices(1))
+    in_process = [programs.train_on_kept_batches(cpu_devices(2))]
+    by_processes = process_pool(2).run(programs.train_on_kept_batches, None)
+    for found, _ in (*in_process, *by_processes):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    examples = torch.arange(12, dtype=torch.float64).view(4, 1, 3)
+    for number, own in enumerate(value for row in in_process[0][1] for value in row):
+        assert torch.equal(own, examples[number])
+    for rank, (_, kept) in enumerate(by_processes):
+        assert all(torch.equal(own, examples[2 * k + rank]) for k, (own,) in enumerate(kept))

@@ -286,12 +286,13 @@ def sum_gradients(
         For each replica the sums.
     """
     sums = [list(row) for row in rows]
-    in_place = [k for k, may in enumerate(may_overwrite) if may] if _adds_in_order(ops, destinations) else []
-    chosen = [[row[k] for k in in_place] for row in rows]
-    if in_place and have_own_memory([tensor for row in chosen for tensor in row]):
-        _sum_in_place(chosen)
-    else:
-        in_place = []
+    in_place: list[int] = []
+    if True in may_overwrite and _adds_in_order(ops, destinations):
+        count, are_own = len(may_overwrite), have_own_memory([tensor for row in rows for tensor in row])
+        by_replica = [are_own[i * count : (i + 1) * count] for i in range(len(rows))]
+        in_place = [k for k, found in enumerate(zip(may_overwrite, *by_replica, strict=True)) if all(found)]
+    if in_place:
+        _sum_in_place([[row[k] for k in in_place] for row in rows])
     if len(in_place) < len(may_overwrite):
         rest = sorted(set(range(len(may_overwrite))) - set(in_place))
         pairs = [(PerReplica([row[k] for row in rows]), destinations) for k in rest]

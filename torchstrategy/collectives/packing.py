@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ __all__ = [
     "unpack",
     "unpack_copies",
 ]
+
+
+#: Devices whose tensors have memory that can be asked for its uses, and what counts them, if this torch has it.
+_WITH_STORAGES = ("cpu", "cuda", "xpu") if hasattr(torch._C, "_storage_Use_Count") else ()
+_num_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", int)
+#: Of memory that one tensor uses: the tensor, and the object by which it is asked for.
+_USES_OF_OWN = 2
 
 
 def pack(tensors: Sequence[Tensor], formats: Sequence[Tensor] | None = None) -> Tensor:
@@ -88,23 +95,22 @@ def in_memory_order(tensor: Tensor, order: Sequence[int] | None) -> Tensor:
     return tensor.view([tensor.shape[axis] for axis in order]).permute(inverse)
 
 
-def have_own_memory(tensors: Sequence[Tensor]) -> bool:
-    """Say whether each tensor can be written to without a change to another one or to a graph."""
-    spans = []
+def have_own_memory(tensors: Sequence[Tensor]) -> list[bool]:
+    """Say of each tensor whether it can be written to without a change to another one or to a graph.
+
+    Autograd may give a parameter a view as its gradient: a part of a buffer, or of what a function has saved.
+    """
+    if len(set(map(id, tensors))) < len(tensors):
+        return [False] * len(tensors)
+    found = []
     for tensor in tensors:
-        if tensor.requires_grad or tensor.layout is not torch.strided:
-            return False
-        if not tensor.is_contiguous() and memory_order(tensor) is None:
-            return False  # others may lie in its gaps
-        spans.append((tensor.data_ptr(), tensor.nbytes))
-    spans.sort()
-    end = -1
-    for start, num_bytes in spans:
-        if num_bytes:
-            if start < end:
-                return False
-            end = start + num_bytes
-    return True
+        is_own = not tensor.requires_grad and tensor.layout is torch.strided and tensor.device.type in _WITH_STORAGES
+        if is_own:
+            is_own = _num_uses(tensor.untyped_storage()._cdata) <= _USES_OF_OWN and (
+                tensor.is_contiguous() or memory_order(tensor) is not None
+            )
+        found.append(is_own)
+    return found
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:

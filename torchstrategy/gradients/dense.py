@@ -95,7 +95,7 @@ class DenseSums:
             if not workers.sums_in_place(members):
                 rest += indices
                 continue
-            may = [may_overwrite[i] for i in indices] if have_own_memory(members) else [False] * len(indices)
+            may = [may_overwrite[i] and own for i, own in zip(indices, have_own_memory(members), strict=True)]
             members, rows = _in_own_memory(members, [parameters[i] for i in indices], may)
             workers.sum_in_place(rows, "the sum of gradients")
             num_packs += 1
