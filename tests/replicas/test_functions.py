@@ -1,5 +1,5 @@
-import gc
 import copy
+import gc
 import inspect
 import logging
 import pickle
