@@ -24,8 +24,8 @@ operators that draw random numbers, on a dispatch key of their own; ``torch.rand
     Replicas that run at once draw from streams of their own. Until the process ends; other threads have not
     switched the key on.
 the C library's ``mallopt``
-    Steps find the memory that the last one freed: ``concurrent=True``, ``ts.utils.keep_freed_memory()``. Until the
-    process ends.
+    Steps find the memory that the last one freed: ``concurrent=True``, ``ts.utils.tune()`` (so ``Model.fit``),
+    ``ts.utils.keep_freed_memory()``. Until the process ends.
 
 On the program's own objects: a recorded object changes its class at the first ``run`` with several replicas in a
 process (to a facade of the same name), and parameters of several replicas get a hook that tells of their backward

@@ -201,3 +201,13 @@ def test_fit_tunes_once(make, caplog):
         weights.append([value.detach().clone() for value in model.parameters()])
     for tuned, plain in zip(*weights, strict=True):
         torch.testing.assert_close(tuned, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_on_parameter_servers_stays_as_it_is():
+    with ts.testing.LocalCluster(num_workers=1, num_ps=1) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver())
+        with strategy.scope():
+            model = own_net()
+            optimizer = torch.optim.Adam(model.parameters())
+        assert ts.utils.tune(model, optimizer) == "Tuned for parameter servers: nothing to do."
+        assert not optimizer.param_groups[0]["fused"]

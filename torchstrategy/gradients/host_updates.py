@@ -25,7 +25,7 @@ from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.updating import is_updating
 
-__all__ = ["HostUpdater", "step_on_host"]
+__all__ = ["HostUpdater", "HostedOptimizer", "step_on_host"]
 
 _OPERATION = "the update on the host"
 _EVALUATE, _DONE = "evaluate", "done"
@@ -150,7 +150,7 @@ def step_on_host(optimizer: Any) -> None:
     Its class is changed, not its ``step``: schedulers wrap the class's.
     """
     cls: type[Any] = type(resolve(optimizer))
-    if issubclass(cls, _HostedOptimizer):
+    if issubclass(cls, HostedOptimizer):
         return
     optimizer.__class__ = _hosted_class(cls)  # type: ignore[arg-type]
     if mirror_of(optimizer) is None:
@@ -159,7 +159,7 @@ def step_on_host(optimizer: Any) -> None:
         body.state.clear()  # the host has it
 
 
-class _HostedOptimizer:
+class HostedOptimizer:
     """Mixed in before an optimizer's class."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,4 +208,4 @@ def _plain_step(optimizer: Any) -> Callable[..., Any]:
 @functools.cache
 def _hosted_class(cls: Any) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_HostedOptimizer, cls), names)
+    return type(cls.__name__, (HostedOptimizer, cls), names)

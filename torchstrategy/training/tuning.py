@@ -14,7 +14,10 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.host_memory import keep_freed_memory
 from torchstrategy.base.log import logger
+from torchstrategy.gradients.host_updates import HostedOptimizer
+from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.state_formats import align_state
 from torchstrategy.training.example import copy_module
 from torchstrategy.training.weight_files import plain_module
@@ -31,7 +34,8 @@ def tune(model: nn.Module, optimizer: Optimizer | None = None, example: Any = No
 
     On CPUs the process keeps the memory that a step frees (``keep_freed_memory``), the weights of two-dimensional
     convolutions take the memory format ``channels_last``, in which torch computes them sooner, and Adam and AdamW
-    become fused. On GPUs they become fused, and the rest stays as it is. Nothing changes on XLA devices.
+    become fused. On GPUs they become fused, and the rest stays as it is. Nothing changes on XLA devices, nor where
+    parameter servers hold the model.
 
     In ``channels_last`` a convolution's output can't be flattened by ``view``, only by ``reshape`` or ``flatten``. So a
     model with a ``forward`` of its own is tried out first: a copy in evaluation mode, without its hooks, computes
@@ -65,21 +69,32 @@ def tune(model: nn.Module, optimizer: Optimizer | None = None, example: Any = No
         raise TypeError(f"optimizer= must be a torch optimizer. Received: {optimizer!r} of {type(optimizer).__name__}.")
     if current_replica_context() is not None:
         raise RuntimeError("tune was called inside `run`. Call it before, when model and optimizer are made.")
-    types = {parameter.device.type for parameter in model.parameters()}
+    types = _device_types(model)
     done: list[str] = []
     if types == {"cpu"}:
         if keep_freed_memory():
             done.append("freed memory is kept")
         done += _turn_convolutions(model, example)
-    if optimizer is not None:
-        if types <= {"cpu", "cuda"} and _fuse(optimizer):
-            done.append(f"{type(bodies(optimizer)[0]).__name__} is fused")
+    if optimizer is not None and types <= {"cpu", "cuda"}:
+        if _fuse(optimizer):
+            done.append(f"{_plain_class(bodies(optimizer)[0]).__name__} is fused")
         align_state(optimizer)
         if align_state not in bodies(optimizer)[0]._optimizer_load_state_dict_post_hooks.values():
             optimizer.register_load_state_dict_post_hook(align_state)
     line = f"Tuned for {' and '.join(sorted(types)) or 'no device'}: {'; '.join(done) or 'nothing to do'}."
     logger.info(line)
     return line
+
+
+def _device_types(model: nn.Module) -> set[str]:
+    """Return where a model computes: on its strategy's devices, to which it may still have to move."""
+    parameters = list(model.parameters())
+    if any(isinstance(parameter, Served) for parameter in parameters):
+        return {"parameter servers"}
+    strategy = owner(model)
+    if strategy is not None and strategy.placement.devices[0].type == "xla":
+        return {"xla"}
+    return {parameter.device.type for parameter in parameters}
 
 
 def _turn_convolutions(model: nn.Module, example: Any) -> list[str]:
@@ -138,10 +153,9 @@ def _try_out(model: nn.Module, example: Any) -> str:
 
 
 def _plain_class(optimizer: Optimizer) -> type:
-    """Return the class that an optimizer had before a strategy changed it."""
-    cls = type(optimizer)
-    is_changed = len(cls.__bases__) == 2 and cls.__bases__[0].__module__.startswith("torchstrategy.")
-    return cls.__bases__[1] if is_changed else cls
+    """Return the class that an optimizer had before central storage changed it."""
+    bases = type(optimizer).__bases__
+    return bases[1] if bases[0] is HostedOptimizer else type(optimizer)
 
 
 def _fuse(optimizer: Optimizer) -> bool:
