@@ -75,6 +75,8 @@ def run(config: DictConfig) -> None:
         amp=config.precision if dtype in (torch.bfloat16, torch.float16) else None,
         tune=config.tune,
     )
+    if config.tune:  # convolutions, too
+        ts.utils.tune(model, example=torch.zeros(2, 1, 28, 28))
 
     profile = profiles.Profile(config, run_path, strategy)
     best_path = run_path / "checkpoints" / "best"

@@ -1,5 +1,6 @@
 """Nets whose gradients lie in memory in unusual ways; each step brings some examples to every replica."""
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -167,7 +168,7 @@ def train_all(devices):
 
 
 def keeps_gradients(devices):
-    """Return whether the sum is in the tensor that `backward` has made, and the sum."""
+    """Return whether the sum is in the memory in which `backward` has left the gradient, and the sum."""
     strategy = ts.MirroredStrategy(devices)
     with strategy.scope():
         model = nn.Linear(1, 1, bias=False)
@@ -176,9 +177,9 @@ def keeps_gradients(devices):
 
     def step():
         model(torch.full((1, 1), ts.get_replica_context().replica_id_in_sync_group + 1.0)).sum().backward()
-        before = model.weight.grad
+        before = model.weight.grad.data_ptr()
         optimizer.step()
-        found.append((model.weight.grad is before, before.item()))
+        found.append((model.weight.grad.data_ptr() == before, model.weight.grad.item()))
 
     strategy.run(step)
     return found[0]
@@ -203,3 +204,74 @@ def train_on_kept_batches(devices):
             strategy.run(step, args=(batch,))
     kept = [strategy.experimental_local_results(batch) for batch in batches]
     return model[0].detach().clone(), kept
+
+
+COEFFICIENTS = np.arange(1.0, 6.0)
+
+
+class OfNumpy(torch.autograd.Function):
+    """Has a gradient whose memory is NumPy's."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        return torch.tensor(float(parameter.detach().numpy() @ COEFFICIENTS), dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.from_numpy(COEFFICIENTS)
+
+
+def gradients_that_others_hold(devices):
+    """Return what becomes of gradients whose tensors or memory are not only theirs, and of who shares them."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        first, second, of_numpy = (nn.ParameterList([parameter(5)]) for _ in range(3))
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.0) for one in (first, second, of_numpy)]
+        conjugated = nn.ParameterList([parameter(3, dtype=torch.complex128)])
+        optimizers.append(torch.optim.SGD(conjugated.parameters(), lr=0.0))
+
+    def step(is_given_before):
+        own = ts.get_replica_context().replica_id_in_sync_group + 1.0
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (first[0].sum() * own).backward()
+        kept = first[0].grad
+        if is_given_before:
+            second[0].grad = kept
+        optimizers[0].step()
+        second[0].grad = kept
+        optimizers[1].step()
+        OfNumpy.apply(of_numpy[0]).backward()
+        optimizers[2].step()
+        (conjugated[0].conj() * (own + 1j)).imag.sum().backward()
+        optimizers[3].step()
+        grads = [one[0].grad.resolve_conj().tolist() for one in (first, second, of_numpy, conjugated)]
+        return grads, kept.tolist() == [own] * 5
+
+    found = [strategy.run(step, args=(is_given_before,)) for is_given_before in (False, True, False)]
+    return [strategy.experimental_local_results(one) for one in found], COEFFICIENTS.tolist()
+
+
+def a_parameter_leaves_and_returns(devices):
+    """Return a gradient that was summed in one run and used in a later one, between which its parameter was away."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def first():
+        (model.weight.sum() * (ts.get_replica_context().replica_id_in_sync_group + 1.0)).backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+
+    def second():
+        optimizer.step()
+        return model.weight.grad.item()
+
+    strategy.run(first)
+    own = model.weight
+    model.weight = nn.Parameter(torch.ones(1, 1))
+    with strategy.scope():
+        nn.Linear(1, 1)
+    strategy.run(lambda: None)
+    model.weight = own
+    return strategy.experimental_local_results(strategy.run(second))

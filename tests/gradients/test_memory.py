@@ -28,7 +28,7 @@ def test_replicas_equal_one(name, one, others):
                 torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_gradient_stays_the_tensor_that_it_was(process_pool):
+def test_a_gradient_that_nobody_else_holds_stays_where_it_was(process_pool):
     for answers in ([programs.keeps_gradients(cpu_devices(2))], process_pool(2).run(programs.keeps_gradients, None)):
         for is_same, total in answers:
             assert is_same
@@ -47,3 +47,20 @@ def test_the_programs_own_tensors_stay_what_they_were(process_pool):
         assert torch.equal(own, examples[number])
     for rank, (_, kept) in enumerate(by_processes):
         assert all(torch.equal(own, examples[2 * k + rank]) for k, (own,) in enumerate(kept))
+
+
+def test_who_else_holds_a_gradient_or_its_memory_keeps_it(process_pool):
+    in_process = programs.gradients_that_others_hold(cpu_devices(2))
+    by_processes = process_pool(2).run(programs.gradients_that_others_hold, None)
+    for rows, coefficients in (in_process, *by_processes):
+        assert coefficients == [1.0, 2.0, 3.0, 4.0, 5.0]
+        for results in rows:
+            for grads, _ in results:
+                assert grads[:3] == [[3.0] * 5, [3.0] * 5, [2.0, 4.0, 6.0, 8.0, 10.0]]
+                assert grads[3] == [2 - 3j] * 3
+        assert all(is_kept for results in (rows[0], rows[2]) for _, is_kept in results)
+
+
+def test_what_a_gradient_is_outlasts_a_parameters_absence(process_pool):
+    for answers in process_pool(2).run(programs.a_parameter_leaves_and_returns, None):
+        assert answers == (3.0,)

@@ -188,3 +188,26 @@ def test_scaler_is_pickled_as_the_plain_class(strategy, inside):
     again = pickle.loads(pickle.dumps(scaler))
     assert type(again) is torch.amp.GradScaler
     assert again.get_scale() == 4.0
+
+
+def test_a_class_of_scalers_that_is_made_later_sums_first(strategy):
+    class Late(torch.amp.GradScaler):
+        def unscale_(self, optimizer):
+            seen.append([parameter.grad.clone() for group in optimizer.param_groups for parameter in group["params"]])
+            super().unscale_(optimizer)
+
+    model = make_model(strategy)
+    seen = []
+    with strategy.scope():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = Late("cpu", init_scale=2.0)
+
+    def step():
+        own = ts.get_replica_context().replica_id_in_sync_group + 1.0
+        scaler.scale(own * model(torch.ones(1, 2).double()).sum()).backward()
+        scaler.unscale_(optimizer)
+
+    strategy.run(step)
+    total = 2.0 * sum(range(1, strategy.num_replicas_in_sync + 1))
+    for gradients in seen:
+        assert all(gradient.eq(total).all() for gradient in gradients)

@@ -101,31 +101,183 @@ def test_it_says_in_one_line_what_it_did(caplog):
     assert ts.utils.tune(nn.Identity()) == "Tuned for no device: nothing to do."
 
 
-def test_a_forward_of_the_programs_is_tried_out_without_being_called():
+def test_what_is_not_torchs_own_is_tried_out_on_a_copy():
     for by_view in (True, False):
         model = Viewing(by_view=by_view)
         assert "no example=" in ts.utils.tune(model)
-        assert model.conv.weight.is_contiguous()
+        assert model.conv.weight.is_contiguous(memory_format=torch.contiguous_format)
         line = ts.utils.tune(model, example=images())
         assert model.conv.weight.is_contiguous(memory_format=LAST) is not by_view
-        assert ("forward fails: RuntimeError: view size" in line) is by_view
+        assert ("the model fails: RuntimeError: view size" in line) is by_view
         assert model.num_calls == 0
         assert model(images()).shape == (4, 5)
 
 
-def test_state_that_is_loaded_takes_the_parameters_format():
-    model = own_net()
-    optimizer = torch.optim.Adam(model.parameters())
-    model(images()).square().sum().backward()
+class View(nn.Module):
+    def forward(self, x):
+        return x.view(len(x), -1)
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x):
+        flat = self.weight.view(len(self.weight), -1)
+        return self._conv_forward(x, (flat - flat.mean(1, keepdim=True)).view_as(self.weight), self.bias)
+
+
+def hooked():
+    convolution = nn.Conv2d(3, 4, 3)
+    convolution.register_forward_hook(lambda module, args, output: output.view(len(output), -1))
+    return nn.Sequential(convolution, nn.Linear(64, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), View(), nn.Linear(64, 2)),
+        lambda: nn.Sequential(Standardized(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)),
+        hooked,
+    ],
+    ids=["a module beside it", "a convolution of the program's", "a hook"],
+)
+def test_what_views_beside_a_convolution_is_found(make):
+    for example in (None, images()):
+        model = make()
+        assert "left as they are" in ts.utils.tune(model, example=example)
+        assert model(images()).shape == (4, 2)
+
+
+def test_a_parametrization_is_not_computed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 8, 3)), nn.Flatten())
+    before = copy.deepcopy(model.state_dict())
+    assert "convolution" not in ts.utils.tune(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def compared(change, *, count=1, make=own_net, tune_at=0, to_none=True):
+    """Return the weights of tuned and plain training in which the program changes something before each step."""
+    found = []
+    for is_tuned in (True, False):
+        strategy = ts.MirroredStrategy(cpu_devices(count))
+        with strategy.scope():
+            model = make()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+
+        def step(x, number, model=model, optimizer=optimizer):
+            optimizer.zero_grad(set_to_none=to_none)
+            ts.nn.compute_average_loss(model(x).square().flatten(1).sum(1), global_batch_size="actual").backward()
+            change.in_run(model, optimizer, number)
+            optimizer.step()
+
+        for number, batch in enumerate(strategy.experimental_distribute_dataset(images(16), batch_size=4)):
+            if number == tune_at and is_tuned:
+                ts.utils.tune(model, optimizer)
+            change.outside(model, optimizer, number)
+            strategy.run(step, args=(batch, number))
+        values = strategy.run(lambda model=model: [parameter.detach().clone() for parameter in model.parameters()])
+        found.append([value for column in values for value in strategy.experimental_local_results(column)])
+    return found
+
+
+class Change:
+    def in_run(self, model, optimizer, number):
+        """Change nothing."""
+
+    def outside(self, model, optimizer, number):
+        """Change nothing."""
+
+
+class Assigned(Change):
+    def in_run(self, model, optimizer, number):
+        for parameter in model.parameters():
+            parameter.grad = torch.full((), 0.5).expand(parameter.shape)
+
+
+class Turned(Change):
+    def outside(self, model, optimizer, number):
+        if number == 2:
+            model.to(memory_format=torch.contiguous_format)
+
+
+class Loaded(Change):
+    def outside(self, model, optimizer, number):
+        if number == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            for values in state["state"].values():
+                values.update({name: value.contiguous() for name, value in values.items()})
+            optimizer.load_state_dict(state)
+
+
+class Vector(Change):
+    def outside(self, model, optimizer, number):
+        if number == 2:
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]) * 0.9
+            nn.utils.vector_to_parameters(flat, model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (Assigned(), {}),
+        (Turned(), {}),
+        (Loaded(), {}),
+        (Vector(), {}),
+        (Change(), {"tune_at": 2, "to_none": False}),
+        (Assigned(), {"tune_at": 2}),
+    ],
+    ids=["assigned", "turned back", "loaded", "from a vector", "kept gradients", "assigned, tuned later"],
+)
+def test_fused_steps_find_all_in_one_memory_format(change, options, count):
+    for tuned, plain in zip(*compared(change, count=count, **options), strict=True):
+        torch.testing.assert_close(tuned, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_with_gaps_is_not_fused():
+    memory = torch.zeros(2, 8)
+    model = nn.Linear(4, 2)
+    model.weight = nn.Parameter(memory[:, :4])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    assert "fused" not in ts.utils.tune(model, optimizer)
+    model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
+    assert memory[:, 4:].eq(0).all()
+    assert memory[:, :4].ne(0).all()
+
+
+def test_other_optimizers_of_a_turned_weight_are_aligned():
+    model = own_net()
+    other = torch.optim.Adam(model.parameters(), fused=True)
+    model(images()).square().sum().backward()
+    other.step()
+    ts.utils.tune(model)
+    assert is_aligned(other)
+    other.load_state_dict(other.state_dict())
+    model(images()).square().sum().backward()
+    other.step()
+    assert is_aligned(other)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something beside what belongs to parameters."""
+
+    def step(self, closure=None):
+        self.state["count"] = self.state.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_other_state_than_parameters_is_restored(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer)
+    path = checkpoint.save(tmp_path / "ckpt")
+    optimizer.step()
+    checkpoint.restore(path)
+    assert optimizer.state["count"] == 1
     ts.utils.tune(model, optimizer)
-    ts.utils.tune(model, optimizer)
-    assert len(optimizer._optimizer_load_state_dict_post_hooks) == 1
-    assert is_aligned(optimizer)
-    optimizer.load_state_dict(saved)
-    assert is_aligned(optimizer)
-    assert not saved["state"][0]["exp_avg"].is_contiguous(memory_format=LAST)
 
 
 @pytest.mark.parametrize("is_tuned", [True, False])
@@ -197,7 +349,7 @@ def test_fit_tunes_once(make, caplog):
         model.evaluate(images(8), torch.zeros(8, 5), verbose=0)
         for _ in range(2):
             model.fit(images(8), torch.zeros(8, 5), batch_size=4, verbose=0, shuffle=False)
-        assert caplog.text.count("2 convolutions in channels_last; Adam is fused.") == is_tuned
+        assert caplog.text.count("Tuned for cpu: freed memory is kept; Adam is fused.") == is_tuned
         weights.append([value.detach().clone() for value in model.parameters()])
     for tuned, plain in zip(*weights, strict=True):
         torch.testing.assert_close(tuned, plain, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 __all__ = [
+    "are_held",
     "as_bytes",
     "group_by_layout",
     "have_own_memory",
@@ -106,10 +108,29 @@ def have_own_memory(tensors: Sequence[Tensor]) -> list[bool]:
     for tensor in tensors:
         is_own = not tensor.requires_grad and tensor.layout is torch.strided and tensor.device.type in _WITH_STORAGES
         if is_own:
-            is_own = _num_uses(tensor.untyped_storage()._cdata) <= _USES_OF_OWN and (
-                tensor.is_contiguous() or memory_order(tensor) is not None
+            storage = tensor.untyped_storage()
+            is_own = (
+                storage.resizable()  # not of NumPy or another library
+                and _num_uses(storage._cdata) <= _USES_OF_OWN
+                and not (tensor.is_conj() or tensor.is_neg())
+                and (tensor.is_contiguous() or memory_order(tensor) is not None)
             )
         found.append(is_own)
+    return found
+
+
+def are_held(parameters: Sequence[Tensor]) -> list[bool]:
+    """Say of each parameter whether the program, or another parameter, holds its gradient as well."""
+    uses, holders = _UNHELD
+    return [u > uses or h > holders for u, h in _holders(parameters)]
+
+
+def _holders(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return how often each gradient is used by torch and by Python, this function included."""
+    found = []
+    for parameter in parameters:
+        grad = parameter.grad
+        found.append((0, 0) if grad is None else (grad._use_count(), sys.getrefcount(grad)))  # type: ignore[attr-defined]
     return found
 
 
@@ -169,3 +190,13 @@ def split_into_packs(count: int, num_packs: int) -> list[range]:
     packs = max(1, min(num_packs, count))
     bounds = [count * i // packs for i in range(packs + 1)]
     return [range(bounds[i], bounds[i + 1]) for i in range(packs)]
+
+
+def _unheld() -> tuple[int, int]:
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    return _holders([parameter])[0]
+
+
+#: What ``_holders`` returns for a gradient that nobody else holds; how Python counts differs between its versions.
+_UNHELD = _unheld()

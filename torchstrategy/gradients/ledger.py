@@ -129,7 +129,9 @@ class GradientLedger:
                 self._num_steps.pop(key, None)
                 del self._notes[key]
 
-        self._notes[key] = Note(weakref.ref(parameter, forget), local_id)
+        known = self._notes.get(key)
+        if known is None or known.parameter() is not parameter or known.local_id != local_id:
+            self._notes[key] = Note(weakref.ref(parameter, forget), local_id)
 
     def begin_backward(self, local_id: int, *, create_graph: bool = False) -> None:
         """Look at the gradients that a backward pass of a replica may add to.

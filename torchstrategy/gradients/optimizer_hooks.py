@@ -47,12 +47,32 @@ def _install() -> list[Callable[[], None]]:
             )
         ),
     ]
+    return [*ends, *_serve_scalers()]
+
+
+def _serve_scalers() -> list[Callable[[], None]]:
     why = "gradients are summed before a scaler looks for infinities"
-    for cls in _scaler_classes(torch.amp.GradScaler):
+    scaler: Any = torch.amp.GradScaler
+    ends: list[Callable[[], None]] = []
+
+    def serve(cls: type[Any]) -> None:
         for name, summing in (("unscale_", _summing_unscale), ("step", _summing_step)):
             if name in vars(cls):
                 ends.append(patches.replace(cls, name, summing(vars(cls)[name]), why, patches.STRATEGIES))
-    return ends
+
+    def init_subclass(cls: type[Any], /, **kwargs: Any) -> None:
+        super(scaler, cls).__init_subclass__(**kwargs)
+        serve(cls)
+
+    for cls in _with_subclasses(scaler):
+        serve(cls)
+    undo = patches.replace(scaler, "__init_subclass__", classmethod(init_subclass), why, patches.STRATEGIES)
+
+    def end_all() -> None:
+        for end in ends:
+            end()
+
+    return [undo, end_all]
 
 
 _hooks = patches.WhileUsed(_install)
@@ -121,10 +141,10 @@ def _with_summed_closure(
 _users: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _scaler_classes(cls: type[Any]) -> Iterator[type]:
+def _with_subclasses(cls: type[Any]) -> Iterator[type]:
     yield cls
     for subclass in cls.__subclasses__():
-        yield from _scaler_classes(subclass)
+        yield from _with_subclasses(subclass)
 
 
 def _summing_unscale(unscale: Callable[..., None]) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import PerReplica
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.packing import in_format_of
+from torchstrategy.collectives.packing import are_held, in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
 from torchstrategy.gradients.comparison import compare_between_ranks
@@ -331,6 +331,10 @@ class GradientSummer:
         if not indices:
             return
         chosen = [[part.parameters[k] for k in indices] for part in parts]
+        may_overwrite = [may_overwrite[k] for k in indices]
+        for parameters in chosen:
+            held = are_held(parameters)
+            may_overwrite = [may and not is_held for may, is_held in zip(may_overwrite, held, strict=True)]
         rows = []
         for parameters in chosen:
             row = []
@@ -340,7 +344,7 @@ class GradientSummer:
                     grad = torch.zeros_like(parameter)
                 row.append(grad.to_dense() if grad.is_sparse else grad)
             rows.append(row)
-        sums = self._dense(indices, chosen[0], rows, [may_overwrite[k] for k in indices])
+        sums = self._dense(indices, chosen[0], rows, may_overwrite)
         for parameters, totals in zip(chosen, sums, strict=True):
             for parameter, total in zip(parameters, totals, strict=True):
                 if total is parameter.grad and total.stride() == parameter.stride():

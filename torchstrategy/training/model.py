@@ -80,7 +80,7 @@ class Model(TrainableModule):
             gradient_accumulation_steps: batches that make one optimizer step, which is exactly that of one batch of all
                 their examples. (In Keras it is the mean of the batches' steps, and goes on over the end of an epoch.)
             amp: ``"bf16"`` or ``"fp16"`` computes forward passes in mixed precision; ``"fp16"`` scales the loss.
-            tune: let the first ``fit`` do what ``ts.utils.tune`` does, which makes steps faster.
+            tune: let the first ``fit`` do what ``ts.utils.tune`` does, but for the convolutions.
 
         Raises:
             ValueError: a name is not known, a number is out of range, a loss can't be taken apart, or the model was not

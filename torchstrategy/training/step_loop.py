@@ -18,12 +18,11 @@ from torchstrategy.callbacks.callback_list import CallbackList
 from torchstrategy.replicas import functions
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.checks import check_context
-from torchstrategy.training.example import example_of
 from torchstrategy.training.lazy_layers import initialise_lazy_layers
 from torchstrategy.training.logs import BatchLogs
 from torchstrategy.training.steps import StepState, Windows, mark_windows, run_windows
 from torchstrategy.training.trainer import trainer_of
-from torchstrategy.training.tuning import tune
+from torchstrategy.training.tuning import tune_for_fit
 from torchstrategy.xla import graph
 
 __all__ = ["StepLoop"]
@@ -147,7 +146,7 @@ class StepLoop:
             initialise_lazy_layers(model, self.strategy, windows[0][0])
             if mode == "train" and trainer.arguments["tune"] and not trainer.is_tuned:
                 trainer.is_tuned = True
-                tune(model, trainer.optimizer, (example_of(trainer.example_input, 2),))
+                tune_for_fit(model, trainer.optimizer)
         mark_windows(windows)
         run = self.strategy.run
         if trainer.jit_compile and not self._is_xla:  # which compiles all of an execution in any case

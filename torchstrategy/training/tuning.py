@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torchstrategy.gradients.host_updates import HostedOptimizer
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
-from torchstrategy.replicas.state_formats import align_state
+from torchstrategy.replicas.state_formats import align_before_step, align_state, is_dense
 from torchstrategy.training.example import copy_module
 from torchstrategy.training.weight_files import plain_module
 
-__all__ = ["tune"]
+__all__ = ["tune", "tune_for_fit"]
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 #: Whose gradients are never sparse, which fused steps can't take.
@@ -35,18 +36,17 @@ def tune(model: nn.Module, optimizer: Optimizer | None = None, example: Any = No
     On CPUs the process keeps the memory that a step frees (``keep_freed_memory``), the weights of two-dimensional
     convolutions take the memory format ``channels_last``, in which torch computes them sooner, and Adam and AdamW
     become fused. On GPUs they become fused, and the rest stays as it is. Nothing changes on XLA devices, nor where
-    parameter servers hold the model.
+    parameter servers hold the model. ``Model.fit`` does the same by itself, but for the convolutions.
 
-    In ``channels_last`` a convolution's output can't be flattened by ``view``, only by ``reshape`` or ``flatten``. So a
-    model with a ``forward`` of its own is tried out first: a copy in evaluation mode, without its hooks, computes
-    ``example``. If that fails, or there is no example, the convolutions stay as they are.
+    In ``channels_last`` a convolution's output and its weight can't be flattened by ``view``, only by ``reshape`` or
+    ``flatten``. So a model that has modules or hooks of the program's is tried out first: a copy computes ``example``
+    forwards and backwards. If that fails, or there is no example, the convolutions stay as they are.
 
     Call it after the model and the optimizer are made, outside of ``run``; with several processes each one calls it.
-    ``Model.fit`` does so by itself.
 
     Args:
         model: the model.
-        optimizer: trains it. What it remembers takes the parameters' memory format, now and whenever it is loaded.
+        optimizer: trains it.
         example: inputs of the model, or a tuple or list of them: tensors like those that it gets in training.
 
     Returns:
@@ -69,18 +69,23 @@ def tune(model: nn.Module, optimizer: Optimizer | None = None, example: Any = No
         raise TypeError(f"optimizer= must be a torch optimizer. Received: {optimizer!r} of {type(optimizer).__name__}.")
     if current_replica_context() is not None:
         raise RuntimeError("tune was called inside `run`. Call it before, when model and optimizer are made.")
+    return _tune(model, optimizer, lambda: _turn_convolutions(model, example))
+
+
+def tune_for_fit(model: nn.Module, optimizer: Optimizer | None) -> str:
+    """Do as ``tune`` without the convolutions: a loss, a callback or the program later may ``view`` their weights."""
+    return _tune(model, optimizer, list)
+
+
+def _tune(model: nn.Module, optimizer: Optimizer | None, turn_convolutions: Callable[[], list[str]]) -> str:
     types = _device_types(model)
     done: list[str] = []
     if types == {"cpu"}:
         if keep_freed_memory():
             done.append("freed memory is kept")
-        done += _turn_convolutions(model, example)
-    if optimizer is not None and types <= {"cpu", "cuda"}:
-        if _fuse(optimizer):
-            done.append(f"{_plain_class(bodies(optimizer)[0]).__name__} is fused")
-        align_state(optimizer)
-        if align_state not in bodies(optimizer)[0]._optimizer_load_state_dict_post_hooks.values():
-            optimizer.register_load_state_dict_post_hook(align_state)
+        done += turn_convolutions()
+    if optimizer is not None and types <= {"cpu", "cuda"} and _fuse(optimizer):
+        done.append(f"{_plain_class(bodies(optimizer)[0]).__name__} is fused")
     line = f"Tuned for {' and '.join(sorted(types)) or 'no device'}: {'; '.join(done) or 'nothing to do'}."
     logger.info(line)
     return line
@@ -99,57 +104,71 @@ def _device_types(model: nn.Module) -> set[str]:
 
 def _turn_convolutions(model: nn.Module, example: Any) -> list[str]:
     """Turn the weights of convolutions to ``channels_last`` where the model can work on it; say what was done."""
-    found = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS) and _has_plain_weight(module)]
+    found = [module for module in model.modules() if _has_plain_weight(module)]
     if not found:
         return []
     what = f"{len(found)} convolution{'s' * (len(found) > 1)}"
-    if not all(map(_is_torch_own, _around(plain_module(model), found))):
+    if not all(map(_is_torch_own, plain_module(model).modules())):
         if example is None:
             return [f"{what} left as they are, since no example= shows whether the model's forward can work on them"]
         problem = _try_out(model, example)
         if problem:
-            return [f"{what} left as they are, because in channels_last the model's forward fails: {problem}"]
-    for module in found:
-        for body in bodies(module):
-            body.weight.data = _turned(body.weight.data)
+            return [f"{what} left as they are, because in channels_last the model fails: {problem}"]
+    weights = [body._parameters["weight"] for module in found for body in bodies(module)]
+    for weight in weights:
+        weight.data = _turned(weight.data)
+    for optimizer in _optimizers_of(weights):
+        align_state(optimizer)
+        _align_steps(optimizer)
     return [f"{what} in channels_last"]
 
 
 def _has_plain_weight(module: nn.Module) -> bool:
-    """Say whether a convolution's weight is a parameter, which it is not if it is computed from others."""
-    weight = module.weight
-    return isinstance(weight, nn.Parameter) and not is_lazy(weight) and weight.is_floating_point()
+    """Say whether a module is a convolution whose weight is a parameter; it may also be computed from others."""
+    if not isinstance(module, _CONVOLUTIONS):
+        return False
+    weight = bodies(module)[0]._parameters.get("weight")
+    return weight is not None and not is_lazy(weight) and weight.is_floating_point()
 
 
 def _turned(weight: Tensor) -> Tensor:
     return weight.contiguous(memory_format=torch.channels_last)
 
 
-def _around(model: nn.Module, found: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that contain convolutions, whose ``forward`` gets their outputs."""
-    inner = set(map(id, found))
-    return [m for m in model.modules() if id(m) not in inner and any(id(child) in inner for child in m.modules())]
-
-
 def _is_torch_own(module: nn.Module) -> bool:
-    cls = type(bodies(module)[0])
-    return cls.__module__.startswith("torch.nn.")
+    body = bodies(module)[0]
+    has_hooks = body._forward_hooks or body._forward_pre_hooks or body._backward_hooks or body._backward_pre_hooks
+    return type(body).__module__.startswith("torch.nn.") and not has_hooks
 
 
 def _try_out(model: nn.Module, example: Any) -> str:
     """Return the error of a copy of a model whose weights are turned; empty if it has none."""
     try:
-        copied = copy_module(model, Tensor.clone)
+        copied = copy_module(model, Tensor.clone).train(model.training)
         for module in copied.modules():
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-            if isinstance(module, _CONVOLUTIONS) and _has_plain_weight(module):
-                module.weight.data = _turned(module.weight.data)
-        with torch.no_grad(), torch.random.fork_rng([]):
-            copied(*example) if isinstance(example, (tuple, list)) else copied(example)
+            if _has_plain_weight(module):
+                weight: Any = module.weight
+                weight.data = _turned(weight.data)
+        with torch.enable_grad(), torch.random.fork_rng([]):
+            outputs = copied(*example) if isinstance(example, (tuple, list)) else copied(example)
+            results = [leaf for leaf in tree.all_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.autograd.backward([result.sum() for result in results])
     except Exception as error:  # noqa: BLE001 - whatever the program's code raises
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return ""
+
+
+def _optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
+    """Return the optimizers that train some parameters, of which the program may have others than it gives."""
+    keys = set(map(id, parameters))
+    optimizers = [obj for obj in gc.get_objects() if issubclass(type(obj), Optimizer)]
+    return [o for o in optimizers if any(id(p) in keys for group in o.param_groups for p in group["params"])]
+
+
+def _align_steps(optimizer: Optimizer) -> None:
+    """Let an optimizer's steps find all in one memory format, in which fused ones take it to be."""
+    if align_before_step not in bodies(optimizer)[0]._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(align_before_step)
 
 
 def _plain_class(optimizer: Optimizer) -> type:
@@ -174,8 +193,10 @@ def _fuse(optimizer: Optimizer) -> bool:
             return False  # as the program has asked for
         if any(isinstance(value, Tensor) for value in tree.all_leaves(values)):
             return False
-        if not all(parameter.is_floating_point() for parameter in group["params"]):
+        if not all(parameter.is_floating_point() and is_dense(parameter) for parameter in group["params"]):
             return False
+    align_state(optimizer)
+    _align_steps(optimizer)
     for body in copies:
         body.defaults["fused"] = True
         for group in body.param_groups:
