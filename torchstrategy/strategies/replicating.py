@@ -29,10 +29,10 @@ def take_in(strategy: Any, objects: Sequence[Any]) -> None:
     for obj in objects:
         _check(strategy, obj)
     device = tensor_device(strategy.placement.devices[0])
-    if device.type != "cpu":
+    if device.type not in ("cpu", "xla"):  # what goes to XLA devices does so at the first run, with its parameters
         for obj in objects:
             if isinstance(obj, nn.Module):
-                _move(obj, device)
+                obj.to(device)
         for obj in objects:
             if isinstance(obj, Optimizer) and obj.state:
                 obj.load_state_dict(obj.state_dict())  # which takes what it remembers to the parameters' device
@@ -58,15 +58,3 @@ def _check(strategy: Any, obj: Any) -> None:
             f"The {type(obj).__name__} belongs to a {type(other).__name__} already, so it can't be replicated by this "
             f"{type(strategy).__name__}. Make another one, and load its state_dict."
         )
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
-    if all(tensor.device == device for tensor in tensors):
-        return
-    if device.type == "xla":
-        raise RuntimeError(
-            f"A {type(module).__name__} that was made on another device can't be replicated on XLA devices: it would "
-            "get new parameters there, which no optimizer has. Make it inside `with strategy.scope():`."
-        )
-    module.to(device)

@@ -413,7 +413,6 @@ class Strategy:
         Raises:
             TypeError: an object is a tensor; or at the first ``run``, if it can't be copied.
             ValueError: there are no objects, or one belongs to another strategy.
-            RuntimeError: a module would have to move to an XLA device, on which its parameters are new ones.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
