@@ -64,22 +64,20 @@ class _Net(nn.Module):
         return (tensor * (1 + torch.arange(tensor.numel(), dtype=tensor.dtype)).view(tensor.shape)).sum() * weight
 
 
-@net
-class PartsOfOneBuffer(_Net):
+class _Pair(_Net):
     def __init__(self):
         super().__init__()
         self.first, self.second = parameter(4), parameter(4)
 
+
+@net
+class PartsOfOneBuffer(_Pair):
     def forward(self, weight):
         return self.sum_of(Overlapping.apply(self.first, self.second) ** 2, weight)
 
 
 @net
-class OneTensorTwice(_Net):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = parameter(4), parameter(4)
-
+class OneTensorTwice(_Pair):
     def forward(self, weight):
         return self.sum_of(Same.apply(self.first, self.second) ** 2, weight)
 

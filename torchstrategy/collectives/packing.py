@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,9 +25,8 @@ __all__ = [
 ]
 
 
-#: Devices whose tensors have memory that can be asked for its uses, and what counts them, if this torch has it.
-_WITH_STORAGES = ("cpu", "cuda", "xpu") if hasattr(torch._C, "_storage_Use_Count") else ()
-_num_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", int)
+#: Devices whose tensors have memory that can be asked for its uses.
+_WITH_STORAGES = ("cpu", "cuda", "xpu")
 #: Of memory that one tensor uses: the tensor, and the object by which it is asked for.
 _USES_OF_OWN = 2
 
@@ -111,7 +110,7 @@ def have_own_memory(tensors: Sequence[Tensor]) -> list[bool]:
             storage = tensor.untyped_storage()
             is_own = (
                 storage.resizable()  # not of NumPy or another library
-                and _num_uses(storage._cdata) <= _USES_OF_OWN
+                and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_OWN
                 and not (tensor.is_conj() or tensor.is_neg())
                 and (tensor.is_contiguous() or memory_order(tensor) is not None)
             )

@@ -4,10 +4,9 @@
 gives the outermost modules that are called inside a ``ts.function`` a switch between plain and compiled calls.
 
 A step function runs as it is written; what is compiled are the modules that it calls, because the function itself is
-full of what no tracer understands: the meeting of replicas, the loop over data, logging. The first ``ts.function``
-that may compile sets ``nn.Module._compiled_call_impl``, which ``Module.__call__`` consults, to a descriptor; it is
-``None`` outside functions and gives the outermost modules a switch inside them. The other ways were worse: global
-hooks recompile what the user has compiled, and finding modules in closures misses what is reached through attributes.
+full of what no tracer understands: the meeting of replicas, the loop over data, logging. Other ways to the modules
+were worse: global hooks recompile what the user has compiled, and finding modules in closures misses what is reached
+through attributes.
 
 On a CPU nothing is compiled unless ``jit_compile=True``: the tutorial's conv net took 16 to 77 seconds to compile on
 two cores and ran no faster afterwards. Modules of equal structure, such as the replicas' copies, share one compiled
