@@ -104,6 +104,14 @@ def make_model(strategy, optimizer="adam", model=Noisy, **kwargs):
     return made
 
 
+def _state(optimizer):
+    """Return an optimizer's state without how torch computes a step: `fit` sets it only if it has a step to do."""
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["fused"], group["foreach"]
+    return state
+
+
 def train(folder, devices=None, save_freq="epoch", kill=None, options=None, epochs=EPOCHS, compiled=None, **backup):
     """Train with every callback that has a state; return all that it ends with.
 
@@ -145,7 +153,7 @@ def train(folder, devices=None, save_freq="epoch", kill=None, options=None, epoc
         "history": history.history,
         "epoch": history.epoch,
         "weights": {name: value.tolist() for name, value in model.state_dict().items()},
-        "optimizer": str(model.optimizer.state_dict()),
+        "optimizer": str(_state(model.optimizer)),
         "iterations": model.iterations,
         "log": (folder / "log.csv").read_text(),
     }
