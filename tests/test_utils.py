@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy.base import host_memory
+from torchstrategy import patches
 
 
 def draw_all():
@@ -133,7 +133,7 @@ print(worked, faults(20))
 
 
 def test_memory_is_not_kept_by_other_c_libraries(monkeypatch):
-    monkeypatch.setattr("torchstrategy.base.host_memory.ctypes.CDLL", lambda name: object())
+    monkeypatch.setattr("torchstrategy.patches.ctypes.CDLL", lambda name: object())
     assert ts.utils.keep_freed_memory() is False
 
 
@@ -141,7 +141,7 @@ def test_only_sources_that_can_be_read_again_are_forgotten():
     own = (4, None, ["1/0\n"], "<cell 1>")
     linecache.cache["<cell 1>"] = own
     first = linecache.getline(torch.__file__, 1)
-    host_memory.forget_sources()
+    patches.forget_sources()
     assert torch.__file__ not in linecache.cache
     assert linecache.cache.pop("<cell 1>") == own
     assert first

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typing
 
-from torchstrategy import errors, nn
-from torchstrategy.base import host_memory, later
+from torchstrategy import errors, nn, patches
+from torchstrategy.base import later
+from torchstrategy.base.context import has_strategy, in_cross_replica_context
 from torchstrategy.base.options import (
     InputOptions,
     InputReplicationMode,
@@ -23,13 +24,7 @@ from torchstrategy.collectives.cross_device_ops import (
     ReductionToOneDevice,
 )
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
-from torchstrategy.strategies.default import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from torchstrategy.strategies.default import experimental_set_strategy, get_replica_context, get_strategy
 from torchstrategy.strategies.mirrored import MirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.strategies.replica_context import ReplicaContext
@@ -179,4 +174,4 @@ _LATER = {
 if not typing.TYPE_CHECKING:  # for type checkers there are the names above and no others
     __getattr__, __dir__ = later.import_later(__name__, _LATER)
 
-host_memory.forget_sources()
+patches.forget_sources()

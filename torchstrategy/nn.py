@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base.context import has_strategy, in_cross_replica_context
 from torchstrategy.base.log import warn_once
 from torchstrategy.gradients.sync_batch_norm import SyncBatchNorm
-from torchstrategy.strategies.default import (
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from torchstrategy.strategies.default import get_replica_context, get_strategy
 
 __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
 

@@ -34,16 +34,35 @@ passes.
 
 from __future__ import annotations
 
+import ctypes
+import linecache
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["PROCESS", "STRATEGIES", "Patch", "WhileUsed", "active", "note", "replace"]
+import torch
+
+__all__ = [
+    "PROCESS",
+    "STRATEGIES",
+    "Patch",
+    "WhileUsed",
+    "active",
+    "forget_sources",
+    "keep_freed_memory",
+    "note",
+    "replace",
+]
 
 #: When changes end.
 STRATEGIES = "no strategy with several replicas is left"
 PROCESS = "the process ends"
+
+#: Of glibc's <malloc.h>: what to keep at the end of the heap, to fetch beyond a request, and to map by itself.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_KEEPING = "the C library's mallopt: freed memory is kept"
 
 _MISSING = object()
 _active: dict[object, Patch] = {}
@@ -178,3 +197,38 @@ class WhileUsed:
                         end()
             finally:
                 self._lock.release()
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees, for the next training step on the CPU.
+
+    By default the C library gives large blocks back to the kernel, and every step asks for its activations and
+    gradients anew: the kernel then clears thousands of pages in each step. The process's memory stays at its peak
+    instead. Call it at the start of the program; it changes the whole process. Strategies with ``concurrent=True`` and
+    several replicas on the CPU call it, because threads that ask for memory at the same time wait for each other.
+
+    Returns:
+        Whether it worked: the C library must be glibc (Linux).
+
+    Example:
+        >>> worked = ts.utils.keep_freed_memory()
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    largest = 2**31 - 1
+    worked = all(  # blocks of over 32 MiB, glibc's limit, are mapped by themselves all the same
+        mallopt(option, value)
+        for option, value in ((_M_TRIM_THRESHOLD, largest), (_M_TOP_PAD, 64 << 20), (_M_MMAP_THRESHOLD, 32 << 20))
+    )
+    if worked and not any(patch.what == _KEEPING for patch in active()):
+        note(_KEEPING, "steps find the memory that the last one freed", PROCESS)
+    return worked
+
+
+def forget_sources() -> None:
+    """Drop the sources that torch's import has read and left in memory, 2 MB; a traceback reads what it shows again."""
+    folder = os.path.dirname(torch.__file__)
+    for name in [name for name in linecache.cache if name.startswith(folder)]:
+        del linecache.cache[name]

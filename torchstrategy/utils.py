@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.base.host_memory import keep_freed_memory
+from torchstrategy.patches import keep_freed_memory
 from torchstrategy.training.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
 from torchstrategy.training.dataset_creator import DatasetCreator
 from torchstrategy.training.sidecar import SidecarEvaluator

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torchstrategy.base.job import Job
 from torchstrategy.cli.host import Host
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.job import Job
 
 
 @dataclass(frozen=True)

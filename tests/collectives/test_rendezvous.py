@@ -7,8 +7,8 @@ import pytest
 from torch.distributed import HashStore
 
 import torchstrategy as ts
+from torchstrategy.base.job import Job
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives import rendezvous
 
 

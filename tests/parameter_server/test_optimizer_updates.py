@@ -26,10 +26,10 @@ from torch.optim import (
 
 from tests.parameter_server.local_channels import connect, make_servers
 from torchstrategy.errors import InvalidArgumentError, NotFoundError, UnimplementedError
+from torchstrategy.optimizers.ftrl import Ftrl
 from torchstrategy.parameter_server.layout import Placer
 from torchstrategy.parameter_server.optimizer_updates import attributes_of
 from torchstrategy.parameter_server.partitioners import FixedShardsPartitioner
-from torchstrategy.training.ftrl import Ftrl
 
 SHAPES = [(7, 4), (5,), (), (2, 3, 2), (0, 3)]
 

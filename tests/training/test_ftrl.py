@@ -9,7 +9,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.training.measured_ftrl import LOSSES
-from torchstrategy.training.optimizers import make_optimizer
+from torchstrategy.optimizers.by_name import make_optimizer
 
 
 def losses_of(weight, bias, optimizer, num_steps):

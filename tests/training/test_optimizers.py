@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy.training.optimizers import get, make_optimizer
+from torchstrategy.optimizers.by_name import get, make_optimizer
 
 
 def parameters():

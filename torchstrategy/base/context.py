@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,9 +15,13 @@ __all__ = [
     "Frame",
     "current_frame",
     "current_replica_context",
+    "current_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
     "pop_frame",
     "push_frame",
     "set_base_frame",
+    "set_default",
     "set_within",
 ]
 
@@ -38,6 +42,8 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+#: Makes the default strategy when it is first needed, and then returns the same one; set by the module that knows it.
+_default: Callable[[], Any]
 
 
 def current_frame() -> Frame | None:
@@ -50,6 +56,47 @@ def current_replica_context() -> Any:
     """Return the innermost frame's replica context, or ``None``."""
     frames = _stack.frames
     return frames[-1].replica_context if frames else None
+
+
+def current_strategy() -> Any:
+    """Return the innermost frame's strategy; outside of all scopes, the default one."""
+    frame = current_frame()
+    return _default() if frame is None else frame.strategy
+
+
+def has_strategy() -> bool:
+    """Say whether another strategy than the default one is current.
+
+    Returns:
+        ``True`` inside its scope and its replica functions.
+
+    Example:
+        >>> ts.has_strategy()
+        False
+    """
+    frame = current_frame()
+    return frame is not None and frame.strategy is not _default()
+
+
+def in_cross_replica_context() -> bool:
+    """Say whether the program is inside a scope, but outside replica functions.
+
+    Returns:
+        ``True`` in a scope and in the function of a ``merge_call``.
+
+    Example:
+        >>> with ts.MirroredStrategy(["cpu:0"]).scope():
+        ...     ts.in_cross_replica_context()
+        True
+    """
+    frame = current_frame()
+    return frame is not None and frame.replica_context is None
+
+
+def set_default(make: Callable[[], Any]) -> None:
+    """Say what returns the strategy outside of all scopes."""
+    global _default
+    _default = make
 
 
 def push_frame(frame: Frame) -> None:

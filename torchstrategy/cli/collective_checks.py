@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchstrategy.base.job import Job
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.report import Finding
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError

@@ -6,6 +6,7 @@ import argparse
 import sys
 from itertools import chain
 
+from torchstrategy.base.job import Job
 from torchstrategy.cli.collective_checks import check_backends_here, check_whole_job
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.host_checks import (
@@ -27,7 +28,6 @@ from torchstrategy.cli.job_checks import (
 from torchstrategy.cli.network_checks import check_host_name, check_interface_settings, check_proxies
 from torchstrategy.cli.report import Finding, as_json, as_text, has_failed
 from torchstrategy.cli.tpu_checks import check_tpus
-from torchstrategy.cluster_resolver.job import Job
 
 __all__ = ["add_arguments", "examine", "run"]
 

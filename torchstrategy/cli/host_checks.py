@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy import patches
+from torchstrategy.base.job import Job
 from torchstrategy.base.version import __version__
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.report import Finding, Status
-from torchstrategy.cluster_resolver.job import Job
 
 __all__ = [
     "check_backends",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Mapping
 
+from torchstrategy.base.job import Job
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.report import Finding
-from torchstrategy.cluster_resolver.job import Job
 
 __all__ = ["check_host_name", "check_interface_settings", "check_proxies", "is_loopback"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from torchstrategy.base.job import Job
 from torchstrategy.cli.host import Host
 from torchstrategy.cli.report import Finding
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.xla.runtime import check_installation
 
 __all__ = ["check_tpus"]

@@ -10,11 +10,11 @@ import typing
 from torchstrategy.base import later
 
 if typing.TYPE_CHECKING:
+    from torchstrategy.base.job import Job
     from torchstrategy.cluster_resolver.base import ClusterResolver
     from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
     from torchstrategy.cluster_resolver.detect import explain, find_job
     from torchstrategy.cluster_resolver.gce import GCEClusterResolver
-    from torchstrategy.cluster_resolver.job import Job
     from torchstrategy.cluster_resolver.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
     from torchstrategy.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
     from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver
@@ -44,7 +44,7 @@ _LATER = {
     "ClusterResolver": "torchstrategy.cluster_resolver.base",
     "ClusterSpec": "torchstrategy.cluster_resolver.cluster_spec",
     "GCEClusterResolver": "torchstrategy.cluster_resolver.gce",
-    "Job": "torchstrategy.cluster_resolver.job",
+    "Job": "torchstrategy.base.job",
     "KubernetesClusterResolver": "torchstrategy.cluster_resolver.kubernetes",
     "KubernetesExecutableLocation": "torchstrategy.cluster_resolver.kubernetes",
     "SimpleClusterResolver": "torchstrategy.cluster_resolver.simple",

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torchstrategy.base.job import Job
 from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.address import split_address
 from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.cluster_resolver.multi_worker_util import (
     id_in_cluster,
     normalize_cluster_spec,

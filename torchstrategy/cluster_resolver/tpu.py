@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchstrategy.base.job import Job
 from torchstrategy.cluster_resolver.address import format_address, split_address
 from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.detect import find_job
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.cluster_resolver.multi_worker_util import task_count
 from torchstrategy.cluster_resolver.optional import make_service
 from torchstrategy.errors import UnimplementedError

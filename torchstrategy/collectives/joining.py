@@ -9,9 +9,9 @@ import torch
 from torch.distributed import DistError
 
 from torchstrategy.base.devices import local_devices, visible_devices
+from torchstrategy.base.job import Job
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.base.version import __version__
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.rendezvous import meet, raise_lost_store

@@ -19,8 +19,8 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.connections import Ask, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe

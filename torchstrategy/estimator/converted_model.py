@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from torchstrategy.base import tree
+from torchstrategy.base.context import has_strategy
 from torchstrategy.base.log import logger
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF_KEY, PredictOutput
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.losses.layer_losses import losses_of
+from torchstrategy.optimizers.by_name import check_takes_no_closure
 from torchstrategy.replicas.mirrored import bodies, resolve
-from torchstrategy.strategies.default import get_strategy, has_strategy
+from torchstrategy.strategies.default import get_strategy
 from torchstrategy.training.calling import call_arguments
 from torchstrategy.training.compiled_loss import CompiledLoss
 from torchstrategy.training.example import copy_module
 from torchstrategy.training.model import Model
-from torchstrategy.training.optimizers import check_takes_no_closure
 from torchstrategy.training.outputs import Outputs
 from torchstrategy.training.saving import load_model, plain_class
 from torchstrategy.training.trainable import TrainableModule

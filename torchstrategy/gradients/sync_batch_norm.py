@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.base.lone_values import trains_on_one
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.collectives.autograd import differentiable_all_reduce
+from torchstrategy.gradients.lone_values import trains_on_one
 
 __all__ = ["SyncBatchNorm", "serve_layers_of_torch"]
 

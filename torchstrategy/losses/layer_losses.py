@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from torchstrategy import errors
-from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.context import current_frame, current_replica_context
 from torchstrategy.replicas.adapters import register_trace_end
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["LayerLosses", "add_loss", "losses_of", "regularize"]
 
@@ -227,12 +226,17 @@ def _running(frame: FrameType | None) -> list[nn.Module]:
         name = frame.f_code.co_name
         if name in ("_call_impl", "run"):
             caller = frame.f_locals.get("self")
-            if name == "run" and isinstance(caller, Strategy):
+            if name == "run" and _is_current(caller):
                 break  # a module from whose `forward` the program calls `run` has calls of its own
             if name == "_call_impl" and isinstance(caller, nn.Module):
                 found.append(caller)
         frame = frame.f_back
     return found
+
+
+def _is_current(strategy: Any) -> bool:
+    frame = current_frame()
+    return frame is not None and frame.strategy is strategy
 
 
 def _before_call(module: nn.Module, args: Any) -> None:  # noqa: ARG001 - a hook's signature

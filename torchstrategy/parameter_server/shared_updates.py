@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.options import ReduceOp
-from torchstrategy.gradients.summer import GradientSum
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
@@ -29,7 +28,7 @@ _OPERATION = "the update on the parameter servers"
 class SharedStep(NamedTuple):
     """What one replica brings to an update."""
 
-    gradients: GradientSum
+    gradients: Any  # what the strategy's ``gradients.part_of`` returned
     optimizer: Optimizer
 
 

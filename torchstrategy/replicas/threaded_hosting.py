@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement
-from torchstrategy.base.host_memory import keep_freed_memory
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
+from torchstrategy.patches import keep_freed_memory
 from torchstrategy.replicas.caller_modes import CallerModes, on_device, refuse_modes
 from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.divergence import DivergenceCheck, differences_between_copies

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from torchstrategy.base.context import Frame
 from torchstrategy.base.devices import Placement
+from torchstrategy.base.job import Job
 from torchstrategy.base.options import CommunicationOptions
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.collectives.joining import join
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.replicas.hosting import DirectHosting

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.base.devices import Placement, canonical_device, full_device_name
+from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cluster_resolver.detect import find_job
-from torchstrategy.cluster_resolver.job import Job
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
 from torchstrategy.collectives.joining import devices_of_process, join

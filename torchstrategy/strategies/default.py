@@ -1,11 +1,12 @@
 """The default strategy (no distribution) and the functions that ask which strategy is current.
 
-``get_strategy()`` has a default answer, so it lives here; nothing below this layer calls it.
+Lower layers ask ``base.context``, to which this module gives the default answer.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
+from torchstrategy.base.context import (
+    Frame,
+    current_frame,
+    current_strategy,
+    pop_frame,
+    push_frame,
+    set_base_frame,
+    set_default,
+)
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
@@ -33,8 +42,6 @@ __all__ = [
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
 ]
 
 
@@ -157,7 +164,9 @@ class DefaultStrategy(Strategy):
         )
 
 
-_default: DefaultStrategy | None = None
+#: The one default strategy, once it is needed.
+_made: list[DefaultStrategy] = []
+_making = threading.Lock()
 
 
 def get_strategy() -> Strategy:
@@ -172,37 +181,8 @@ def get_strategy() -> Strategy:
         ...     print(ts.get_strategy() is strategy)
         True
     """
-    frame = current_frame()
-    return _default_strategy() if frame is None else frame.strategy
-
-
-def has_strategy() -> bool:
-    """Say whether another strategy than the default one is current.
-
-    Returns:
-        ``True`` inside its scope and its replica functions.
-
-    Example:
-        >>> ts.has_strategy()
-        False
-    """
-    frame = current_frame()
-    return frame is not None and not isinstance(frame.strategy, DefaultStrategy)
-
-
-def in_cross_replica_context() -> bool:
-    """Say whether the program is inside a scope, but outside replica functions.
-
-    Returns:
-        ``True`` in a scope and in the function of a ``merge_call``.
-
-    Example:
-        >>> with ts.MirroredStrategy(["cpu:0"]).scope():
-        ...     ts.in_cross_replica_context()
-        True
-    """
-    frame = current_frame()
-    return frame is not None and frame.replica_context is None
+    strategy: Strategy = current_strategy()
+    return strategy
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -250,10 +230,14 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def _default_strategy() -> DefaultStrategy:
-    global _default
-    if _default is None:
-        _default = DefaultStrategy()
-    return _default
+    if not _made:
+        with _making:
+            if not _made:
+                _made.append(DefaultStrategy())
+    return _made[0]
+
+
+set_default(_default_strategy)
 
 
 def _check_mode(options: InputOptions | None) -> None:

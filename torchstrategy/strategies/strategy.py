@@ -14,7 +14,6 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import info_once, set_rank, show_info
-from torchstrategy.base.lone_values import serve_lone_values
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -25,6 +24,7 @@ from torchstrategy.data.distribute import distribute_dataset, distribute_from_fu
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.lone_values import serve_lone_values
 from torchstrategy.gradients.optimizer_hooks import install
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import GradientSummer

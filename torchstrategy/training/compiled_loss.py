@@ -16,8 +16,9 @@ from torch import Tensor
 
 from torchstrategy import errors
 from torchstrategy.base import tree
+from torchstrategy.base.context import has_strategy
 from torchstrategy.metrics.base import sum_dtype
-from torchstrategy.strategies.default import get_replica_context, has_strategy
+from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.training.loss_making import make_part
 from torchstrategy.training.loss_parts import LossPart
 from torchstrategy.training.loss_shares import differentiated_as_sum, global_batch_size, share_of

@@ -13,12 +13,13 @@ import torchmetrics
 from torch import Tensor, nn
 
 from torchstrategy import errors, metrics
+from torchstrategy.base.context import has_strategy
 from torchstrategy.base.names import snake_case
 from torchstrategy.metrics.base import Metric
 from torchstrategy.metrics.names import REMEDY, accuracy_by_shapes, crossentropy_by_shapes, with_logits
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import owner
-from torchstrategy.strategies.default import get_strategy, has_strategy
+from torchstrategy.strategies.default import get_strategy
 from torchstrategy.training.compiled_loss import CompiledLoss
 from torchstrategy.training.loss_parts import LossPart
 from torchstrategy.training.outputs import Outputs, for_outputs, is_several

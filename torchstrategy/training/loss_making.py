@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchstrategy import losses
+from torchstrategy.base.context import has_strategy
 from torchstrategy.losses.loss import Loss
 from torchstrategy.replicas.record import owner
-from torchstrategy.strategies.default import get_strategy, has_strategy
+from torchstrategy.strategies.default import get_strategy
 from torchstrategy.training.loss_parts import FunctionLoss, LossPart, ObjectLoss, chosen_crossentropy, loss_object
 from torchstrategy.training.torch_loss_parts import TorchLoss, is_torch_function
 

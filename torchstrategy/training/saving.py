@@ -15,13 +15,14 @@ from torch import nn
 
 from torchstrategy import errors
 from torchstrategy.base import tree
+from torchstrategy.base.context import has_strategy
 from torchstrategy.checkpoint.agreement import agree_on_restore
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.plain import to_plain
 from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.strategies.default import get_strategy, has_strategy
+from torchstrategy.strategies.default import get_strategy
 from torchstrategy.training.architecture import dump_objects, load_objects
 from torchstrategy.training.trainer import Trainer, trainer_of
 from torchstrategy.training.weight_files import (

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import set_within
-from torchstrategy.base.lone_values import serve_lone_values, trains_on_one
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import BatchShares, get_shares, set_shares
+from torchstrategy.gradients.lone_values import serve_lone_values, trains_on_one
 from torchstrategy.strategies.default import get_replica_context
 
 __all__ = ["StepState", "Windows", "current_step", "example_counts", "mark_windows", "run_windows", "sum_divisors"]

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torchstrategy.base.names import snake_case
 from torchstrategy.losses.layer_losses import losses_of
 from torchstrategy.nn import scale_regularization_loss
+from torchstrategy.optimizers.by_name import check_takes_no_closure
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.calling import call_arguments, explain_failed_call
-from torchstrategy.training.optimizers import check_takes_no_closure
 from torchstrategy.training.steps import current_step
 from torchstrategy.training.trainer import ATTRIBUTE, Trainer, is_metric, trainer_of
 

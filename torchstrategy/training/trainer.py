@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base import tree
+from torchstrategy.base.context import has_strategy, in_cross_replica_context
 from torchstrategy.base.devices import tensor_device
 from torchstrategy.base.values import get_shares
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.mirrored import bodies, resolve
-from torchstrategy.strategies.default import DefaultStrategy, get_strategy, has_strategy, in_cross_replica_context
+from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 from torchstrategy.training.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.training.compile_arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.training.logs import to_number
@@ -82,10 +83,10 @@ class Trainer:
             arguments: those of ``Model.compile``.
         """
         # Metrics import torchmetrics, which takes a second.
+        from torchstrategy.optimizers.by_name import make_optimizer  # noqa: PLC0415
         from torchstrategy.training.compiled_loss import CompiledLoss  # noqa: PLC0415
         from torchstrategy.training.compiled_metrics import CompiledMetrics  # noqa: PLC0415
         from torchstrategy.training.loss_tracker import LossTracker  # noqa: PLC0415
-        from torchstrategy.training.optimizers import make_optimizer  # noqa: PLC0415
 
         self._check_scope(model)
         self._check_idle("compile", "change param_groups of model.optimizer")

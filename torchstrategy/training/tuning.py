@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.base.host_memory import keep_freed_memory
 from torchstrategy.base.log import logger
 from torchstrategy.gradients.host_updates import HostedOptimizer
 from torchstrategy.parameter_server.served import Served
+from torchstrategy.patches import keep_freed_memory
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.state_formats import align_before_step, align_state, is_dense

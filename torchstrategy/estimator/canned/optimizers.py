@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.training import optimizers
+from torchstrategy.optimizers.by_name import get
 
 __all__ = ["MakeTrainOps", "as_list", "make_factory"]
 
@@ -37,7 +37,7 @@ def make_factory(optimizer: Any, argument: str, lr: float | None = None) -> Make
     if isinstance(optimizer, str):
         if optimizer not in _NAMES:
             raise ValueError(f"{argument}={optimizer!r} is not known. Known names: {', '.join(_NAMES)}. {_REMEDY}")
-        return optimizers.get(optimizer, **({} if lr is None else {"lr": lr}))
+        return get(optimizer, **({} if lr is None else {"lr": lr}))
     if isinstance(optimizer, Optimizer):
         raise ValueError(
             f"{argument}= is a {type(optimizer).__name__} of other parameters: the estimator's are not made yet. "

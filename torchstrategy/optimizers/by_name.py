@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base.names import find
+from torchstrategy.optimizers.ftrl import Ftrl
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.training.ftrl import Ftrl
 
 __all__ = ["check_takes_no_closure", "get", "make_optimizer"]
 

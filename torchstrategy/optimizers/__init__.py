@@ -3,7 +3,7 @@
 ``Ftrl`` is the one that torch does not have.
 """
 
-from torchstrategy.training.ftrl import Ftrl
-from torchstrategy.training.optimizers import get
+from torchstrategy.optimizers.by_name import get
+from torchstrategy.optimizers.ftrl import Ftrl
 
 __all__ = ["Ftrl", "get"]

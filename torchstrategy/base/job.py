@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from torchstrategy.cluster_resolver.base import ClusterResolver
-from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from typing import Any
 
 __all__ = ["Job"]
 
@@ -17,7 +15,8 @@ class Job:
     Args:
         source: what described it, such as ``"TF_CONFIG"``, ``"torchrun"``, ``"SLURM"`` or a resolver's class.
         reason: one sentence that says why this source was taken, for logs.
-        cluster_spec: all tasks; with torchrun only what is known, the address of the first one.
+        cluster_spec: a ``ts.cluster_resolver.ClusterSpec`` of all tasks; with torchrun only what is known, the address
+            of the first one.
         task_type: this process's job, such as ``"chief"`` or ``"worker"``; ``None`` where there are no names.
         task_id: its index in that job.
         rank: its number among the processes that train together, chief first.
@@ -29,12 +28,12 @@ class Job:
         local_rank: its number on its host, ``None`` if the source does not say, or if all the GPUs that this process
             sees are its own.
         local_size: processes on its host, ``None`` if the source does not say.
-        resolver: what was asked, for ``Strategy.cluster_resolver``.
+        resolver: the ``ts.cluster_resolver.ClusterResolver`` that was asked, for ``Strategy.cluster_resolver``.
     """
 
     source: str
     reason: str
-    cluster_spec: ClusterSpec
+    cluster_spec: Any
     task_type: str | None
     task_id: int | None
     rank: int
@@ -45,4 +44,4 @@ class Job:
     attempt: int = 0
     local_rank: int | None = None
     local_size: int | None = None
-    resolver: ClusterResolver | None = field(default=None, compare=False, repr=False)
+    resolver: Any = field(default=None, compare=False, repr=False)
