@@ -180,8 +180,9 @@ def plain_class(cls: type) -> type:
 
 
 def _is_mixed_in(cls: type) -> bool:
-    """Say whether a class is a strategy's; the library's own optimizers are beside this module."""
-    return cls.__module__.startswith("torchstrategy.") and not cls.__module__.startswith("torchstrategy.training.")
+    """Say whether a class is a strategy's, and not a model or an optimizer of the library's own."""
+    own = ("torchstrategy.training.", "torchstrategy.optimizers.")
+    return cls.__module__.startswith("torchstrategy.") and not cls.__module__.startswith(own)
 
 
 def _read(file: str) -> dict[str, Any]:
