@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.base.context import has_strategy, in_cross_replica_context
+from torchstrategy.base.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from torchstrategy.base.log import warn_once
 from torchstrategy.gradients.sync_batch_norm import SyncBatchNorm
-from torchstrategy.strategies.default import get_replica_context, get_strategy
 
 __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
 
@@ -154,7 +153,7 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
         >>> ts.nn.scale_regularization_loss(weight.square().sum())  # one replica
         tensor(25.)
     """
-    if has_strategy() and in_cross_replica_context():
+    if in_cross_replica_context() and has_strategy():
         raise RuntimeError(
             "scale_regularization_loss was called in cross-replica context, where there is no replica's part of a "
             "loss. Call it in replica context: in a function given to strategy.run."
@@ -165,7 +164,7 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
         context.has_scaled_losses = True
     shares = None if context is None else context.batch_shares
     # Each of the batches that make one optimizer step adds its part.
-    return loss / (get_strategy().num_replicas_in_sync * (1 if shares is None else shares.num_parts))
+    return loss / (_num_replicas() * (1 if shares is None else shares.num_parts))
 
 
 def _part_of_examples(context: Any) -> tuple[int, int]:
@@ -203,12 +202,12 @@ def _part_of_weights(context: Any, loss: Tensor, weight: Any) -> tuple[Tensor, T
 
 def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
     if global_batch_size is None:
-        if has_strategy() and in_cross_replica_context():
+        if in_cross_replica_context() and has_strategy():
             raise RuntimeError(
                 "compute_average_loss was called in cross-replica context, where there is no replica's share of a "
                 "batch. Call it in a function given to strategy.run, or pass global_batch_size as a number."
             )
-        return loss.shape[0] * get_strategy().num_replicas_in_sync
+        return loss.shape[0] * _num_replicas()
     if isinstance(global_batch_size, str) and global_batch_size == _ACTUAL:
         return _actual_batch_size(loss)
     if isinstance(global_batch_size, numbers.Integral) and not isinstance(global_batch_size, bool):
@@ -257,6 +256,11 @@ def _warn_if_too_small(global_batch_size: int, num_losses: int) -> None:
         )
 
 
+def _num_replicas() -> int:
+    number: int = get_strategy().num_replicas_in_sync
+    return number
+
+
 def _actual_batch_size(loss: Tensor) -> int | Tensor:
     replica_context = get_replica_context()
     if replica_context is None:
@@ -268,7 +272,7 @@ def _actual_batch_size(loss: Tensor) -> int | Tensor:
     if shares is None:
         if replica_context.num_replicas_in_sync == 1:
             return loss.shape[0]
-        return replica_context.actual_batch_size()  # raises, and says why
+        replica_context.actual_batch_size()  # raises, and says why
     share = replica_context._num_own_examples
     if loss.shape[0] != share:
         raise ValueError(
@@ -276,7 +280,8 @@ def _actual_batch_size(loss: Tensor) -> int | Tensor:
             'so "actual" is not its divisor. If the entries are tokens, masked elements or pairs, count them: '
             'global_batch_size=ctx.all_reduce("sum", torch.tensor(my_count)) with ctx = ts.get_replica_context().'
         )
-    return replica_context.actual_batch_size()
+    size: Tensor = replica_context.actual_batch_size()
+    return size
 
 
 def _matching_weight(sample_weight: Any, loss: Tensor) -> Tensor:

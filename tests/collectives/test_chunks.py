@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchstrategy.collectives.chunks import copy_in, copy_out, divide
+from torchstrategy.collectives.summing import copy_in, copy_out, divide
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

@@ -15,14 +15,17 @@ __all__ = [
     "Frame",
     "current_frame",
     "current_replica_context",
-    "current_strategy",
+    "get_replica_context",
+    "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_updating",
     "pop_frame",
     "push_frame",
     "set_base_frame",
     "set_default",
     "set_within",
+    "updating",
 ]
 
 _Value = TypeVar("_Value")
@@ -39,6 +42,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.base: Frame | None = None  # experimental_set_strategy
         self.frames: list[Frame] = []
+        self.is_updating = False
 
 
 _stack = _Stack()
@@ -58,10 +62,16 @@ def current_replica_context() -> Any:
     return frames[-1].replica_context if frames else None
 
 
-def current_strategy() -> Any:
+def get_strategy() -> Any:
     """Return the innermost frame's strategy; outside of all scopes, the default one."""
     frame = current_frame()
     return _default() if frame is None else frame.strategy
+
+
+def get_replica_context() -> Any:
+    """Return the innermost frame's replica context; outside of all scopes, the default strategy's."""
+    frame = current_frame()
+    return _default().context if frame is None else frame.replica_context
 
 
 def has_strategy() -> bool:
@@ -130,6 +140,21 @@ def set_base_frame(frame: Frame | None) -> None:
             "Call it at the top level of the program."
         )
     _stack.base = frame
+
+
+def is_updating() -> bool:
+    """Say whether this thread is in an optimizer's step on the host, where nothing is summed."""
+    return _stack.is_updating
+
+
+@contextlib.contextmanager
+def updating() -> Iterator[None]:
+    """Carry out an optimizer's step on the host."""
+    _stack.is_updating = True
+    try:
+        yield
+    finally:
+        _stack.is_updating = False
 
 
 @contextlib.contextmanager

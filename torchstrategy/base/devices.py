@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,16 +44,15 @@ class Placement:
     first_replica: int
     devices: tuple[torch.device, ...]
     replicas_per_copy: int = 1
+    #: Replicas of this process.
+    num_local: int = field(init=False, compare=False, repr=False)
+    #: Their ids.
+    local_replica_ids: range = field(init=False, compare=False, repr=False)
 
-    @property
-    def num_local(self) -> int:
-        """Replicas of this process."""
-        return len(self.devices) * self.replicas_per_copy
-
-    @property
-    def local_replica_ids(self) -> range:
-        """Ids of the replicas of this process."""
-        return range(self.first_replica, self.first_replica + self.num_local)
+    def __post_init__(self) -> None:
+        num_local = len(self.devices) * self.replicas_per_copy
+        object.__setattr__(self, "num_local", num_local)
+        object.__setattr__(self, "local_replica_ids", range(self.first_replica, self.first_replica + num_local))
 
     def name_of(self, local_id: int) -> str:
         """Return what to call a local replica in messages."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchstrategy.base.context import current_replica_context, current_strategy
+from torchstrategy.base.context import current_replica_context, get_strategy
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
@@ -328,7 +328,7 @@ def _track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
 def _strategy_of(tracked: Mapping[str, Tracked]) -> Any:
     """Return the strategy that made the objects, else the current one."""
     owners = (owner(item.obj) for item in tracked.values())
-    return next((strategy for strategy in owners if strategy is not None), None) or current_strategy()
+    return next((strategy for strategy in owners if strategy is not None), None) or get_strategy()
 
 
 def _still_waiting(sources: list[tuple[Restoration, str]]) -> list[tuple[Restoration, str]]:

@@ -17,7 +17,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.base.options import CommunicationOptions
-from torchstrategy.collectives.chunks import copy_out
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.data_planes import SumPlane, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.packing import as_bytes, group_by_layout, pack, plan_buckets, unpack, unpack_copies
@@ -31,7 +30,7 @@ from torchstrategy.collectives.routes import (
     wants_overlap,
 )
 from torchstrategy.collectives.shared_memory import SharedMemoryPlane
-from torchstrategy.collectives.summing import as_addable, is_addable, sum_columns
+from torchstrategy.collectives.summing import as_addable, copy_out, is_addable, sum_columns
 from torchstrategy.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

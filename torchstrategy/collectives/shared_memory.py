@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.labels import label
-from torchstrategy.collectives.chunks import Chunk, copy_in, copy_out, divide
 from torchstrategy.collectives.connections import Channel, Check, connect_ranks
-from torchstrategy.collectives.summing import as_addable, sum_in_order
+from torchstrategy.collectives.summing import Chunk, as_addable, copy_in, copy_out, divide, sum_in_order
 
 __all__ = ["SharedMemoryPlane", "share_memory"]
 

@@ -3,7 +3,7 @@
 Each replica computes the gradients of its part of the loss, and the **sum** over replicas is applied: tf.distribute's
 rule. ``p.grad`` stays local until ``optimizer.step()`` in replica context, where an optimizer hook sums it: between
 the processes of one host in the gradients' own memory, of which chunks of 512 KiB pass through the memory that the
-processes share (``collectives/chunks.py``), and over a network in buckets.
+processes share (``collectives/summing.py``), and over a network in buckets.
 
 Why at the step, and not during ``backward()`` as DDP does by default: local accumulation, unused parameters, a rank
 without a backward, frozen parameters and ``torch.autograd.grad`` are then right without special cases. Why the sum:
@@ -18,7 +18,7 @@ replicas is exact for equal shares only.
   what stands in one ledger of the strategy (``gradients/ledger.py``), never on the program's tensors: for each
   parameter which tensor its gradient was, with which version, and what ``backward``, sums, steps and clearing did
   since. ``run`` watches the one function by which torch's ``backward`` and ``grad`` reach the engine, so that names
-  which the program took before are seen too, and the two ``zero_grad``s (``gradients/watching.py``); torch's own
+  which the program took before are seen too, and the two ``zero_grad``s (``gradients/hooks.py``); torch's own
   return when the last run ends. A gradient is local, summed or applied. What the program has replaced, or rewritten
   past the version counter, is compared by fingerprints of its bits: a sum is equal on all replicas, so gradients that
   differ are local. What is equal everywhere and may still be both is refused, with ``sum_gradients(optimizer,

@@ -38,6 +38,7 @@ class DenseSums:
         self._ops = ops
         self._workers = workers
         self._options = options
+        self._announced = (0, -1)
         #: What sums gradients between processes by PowerSGD, if that is asked for.
         self.low_rank: LowRankSums | None = None
         if workers is None and options.gradient_compression is not None:
@@ -78,7 +79,9 @@ class DenseSums:
             if len(devices) > 1:
                 copies = [self._ops.broadcast(total, devices).values for total in totals]
                 sums = [list(row) for row in zip(*copies, strict=True)]
-        self._announce(len(indices), num_packs)
+        if (len(indices), num_packs) != self._announced:
+            self._announced = len(indices), num_packs
+            self._announce(len(indices), num_packs)
         return sums
 
     def _sum_between(

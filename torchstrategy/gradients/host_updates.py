@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
 from torchstrategy.replicas.copies import bind_step
@@ -23,7 +23,6 @@ from torchstrategy.replicas.host_memory import HostMemory
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
-from torchstrategy.replicas.updating import is_updating
 
 __all__ = ["HostUpdater", "HostedOptimizer", "step_on_host"]
 

@@ -241,6 +241,8 @@ class GradientLedger:
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
         left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not _is_traced(grad)]
+        if not left:
+            return
         for (note, grad), number in zip(left, fingerprints([grad for _, grad in left]), strict=True):
             note.version, note.fingerprint = grad._version, number
 

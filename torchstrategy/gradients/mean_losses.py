@@ -45,7 +45,8 @@ class MeanLossCheck:
     """Warns once of a strategy's losses that are means over a replica's share of the batch."""
 
     def __init__(self) -> None:
-        self._num_looks = NUM_LOOKS
+        #: In how many further sums losses are looked at.
+        self.num_looks = NUM_LOOKS
         self._found: FoundMean | None = None
         #: The gradients of means that ``torch.autograd.grad`` has returned: the program may assign them.
         self._computed: list[tuple[weakref.ref[Tensor], FoundMean]] = []
@@ -61,7 +62,7 @@ class MeanLossCheck:
         Returns:
             The first mean among the outputs that nothing scales.
         """
-        if self._num_looks == 0:
+        if self.num_looks == 0:
             return None
         counts = _Counts(context)
         with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
@@ -90,7 +91,7 @@ class MeanLossCheck:
             is_new: whether it is the first sum of these.
             is_edited: whether the program has changed a gradient after its backward pass.
         """
-        self._num_looks = max(0, (NUM_LOOKS if is_new else self._num_looks) - 1)
+        self.num_looks = max(0, (NUM_LOOKS if is_new else self.num_looks) - 1)
         found, self._found = self._found, None
         computed, self._computed = self._computed, []
         if computed and found is None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base.options import VariableSynchronization
+from torchstrategy.gradients.hooks import guard_parameter
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
-from torchstrategy.gradients.watching import guard_parameter
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable
 
@@ -136,7 +136,8 @@ class ReplicaGradients:
     def before_backward(self, context: Any, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:
         """Take notice of a call of ``torch.autograd.backward`` that a replica is about to make."""
         self.ledger.begin_backward(context.local_id, create_graph=create_graph)
-        self.summer.mean_losses.before_backward(outputs, grad_outputs, context)
+        if self.summer.mean_losses.num_looks:
+            self.summer.mean_losses.before_backward(outputs, grad_outputs, context)
 
     def before_grad(self, context: Any, outputs: Any, grad_outputs: Any, inputs: Iterable[Any]) -> FoundMean | None:
         """Look at a call of ``torch.autograd.grad`` that a replica is about to make."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.base.context import current_strategy, has_strategy, set_within
+from torchstrategy.base.context import get_strategy, has_strategy, set_within
 from torchstrategy.losses.arguments import as_tensor
 
 __all__ = ["Loss", "Reduction", "matching_weight", "replica_means"]
@@ -133,7 +133,7 @@ class Loss:
         losses = as_tensor(self.call(y_true, y_pred), "the result of call")
         if not losses.dtype.is_floating_point:
             losses = losses.to(torch.get_default_dtype())
-        if losses.ndim == 0 and current_strategy().num_replicas_in_sync > 1:
+        if losses.ndim == 0 and get_strategy().num_replicas_in_sync > 1:
             raise ValueError(
                 f"{self.name} reduced the examples of this replica to one number: the loss takes the mean over the "
                 "last axis, and y_pred has no axis for the examples besides. Give y_true and y_pred the shape "

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-from torchstrategy.base.devices import tensor_device
-
 __all__ = ["CallerModes", "on_device", "refuse_modes"]
 
 _DEVICE_CONTEXT = "DeviceContext"
@@ -56,13 +54,14 @@ def _entered_device(device: torch.device) -> Iterator[None]:
 
 
 def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Make a replica's device the default one; nothing to do where it is the CPU and the default is, too."""
-    if device is None:
+    """Make a device the default one, unless it is; ``None`` leaves the default.
+
+    Args:
+        device: as tensors report it, of ``tensor_device``.
+    """
+    if device is None or device == torch.get_default_device():
         return contextlib.nullcontext()
-    to = tensor_device(device)
-    if to == torch.get_default_device():
-        return contextlib.nullcontext()
-    return _entered_device(to)
+    return _entered_device(device)
 
 
 def refuse_modes() -> None:

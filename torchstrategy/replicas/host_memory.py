@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from torchstrategy.base.context import updating
 from torchstrategy.base.devices import tensor_device
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock, can_map, make_block, share_block
 from torchstrategy.errors import InvalidArgumentError
@@ -38,7 +39,6 @@ from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.host_places import Place
 from torchstrategy.replicas.host_states import StateSharing
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.replicas.updating import updating
 
 __all__ = ["HostMemory"]
 

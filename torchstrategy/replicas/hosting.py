@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.base.context import Frame, pop_frame, push_frame
-from torchstrategy.base.devices import Placement
+from torchstrategy.base.devices import Placement, tensor_device
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
@@ -89,7 +89,7 @@ class DirectHosting(Hosting):
         self._strategy = strategy
         self._workers = workers
         self._record = record
-        self._device = placement.devices[0]
+        self._device = tensor_device(placement.devices[0])
         self._replica = placement.first_replica
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
@@ -175,8 +175,9 @@ class DirectHosting(Hosting):
     def slots(self) -> list[Slot]:
         if self._slots is None:
             self._slots = self._find_slots()
-        variables = recorded_variables(self._record)
-        return self._slots + [variable.slot for variable in variables] if variables else self._slots
+        if not self._record.tensor_references:
+            return self._slots
+        return self._slots + [variable.slot for variable in recorded_variables(self._record)]
 
     @override
     def counterpart(self, local_id: int, obj: Any) -> Any:

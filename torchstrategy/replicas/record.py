@@ -88,7 +88,8 @@ class Record:
         self._strategy = strategy
         self._objects: list[weakref.ref[Any]] = []
         self._new: list[weakref.ref[Any]] = []
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        #: Those of variables; some may be gone.
+        self.tensor_references: list[weakref.ref[torch.Tensor]] = []
         #: How many objects were added so far.
         self.num_added = 0
         #: The ids of the dictionaries of those buffers that modules write to past torch's version counter.
@@ -107,7 +108,7 @@ class Record:
         self.num_added += 1
         _unclaimed.pop(id(obj), None)
         if isinstance(obj, torch.Tensor):
-            self._tensors.append(reference)
+            self.tensor_references.append(reference)
 
     def claim(self) -> None:
         """Take up what was made outside every scope for this strategy.
@@ -167,8 +168,8 @@ class Record:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the living tensors, which are variables."""
-        self._tensors = [reference for reference in self._tensors if reference() is not None]
-        return [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
+        self.tensor_references = [reference for reference in self.tensor_references if reference() is not None]
+        return [tensor for tensor in (reference() for reference in self.tensor_references) if tensor is not None]
 
     def __iter__(self) -> Iterator[Any]:
         self._objects = [reference for reference in self._objects if reference() is not None]

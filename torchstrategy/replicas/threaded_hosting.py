@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.base.context import Frame, pop_frame, push_frame
-from torchstrategy.base.devices import Placement
+from torchstrategy.base.devices import Placement, tensor_device
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
@@ -58,6 +58,7 @@ class ThreadedHosting(Hosting):
     ) -> None:
         self._strategy = strategy
         self._placement = placement
+        self._devices = [tensor_device(device) for device in placement.devices]
         self._workers = workers
         self._record = record
         self._concurrent = concurrent
@@ -273,7 +274,7 @@ class ThreadedHosting(Hosting):
                 torch.set_num_threads(share)
             with (
                 carry.entered(),
-                on_device(self._placement.devices[local_id]),
+                on_device(self._devices[local_id]),
                 self._streams.on_this_thread(local_id),
                 label("replica", frame.replica_context._replica_id),
             ):

@@ -23,7 +23,7 @@ from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.data.context import InputContext
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
-from torchstrategy.gradients.optimizer_hooks import install
+from torchstrategy.gradients.hooks import install
 from torchstrategy.parameter_server.bindings import Kind
 from torchstrategy.parameter_server.served import Served, make_served
 from torchstrategy.parameter_server.shared_updates import SharedStep, push_steps

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.base.context import (
-    Frame,
-    current_frame,
-    current_strategy,
-    pop_frame,
-    push_frame,
-    set_base_frame,
-    set_default,
-)
+from torchstrategy.base import context
+from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
@@ -181,7 +174,7 @@ def get_strategy() -> Strategy:
         ...     print(ts.get_strategy() is strategy)
         True
     """
-    strategy: Strategy = current_strategy()
+    strategy: Strategy = context.get_strategy()
     return strategy
 
 
@@ -195,11 +188,8 @@ def get_replica_context() -> ReplicaContext | None:
         >>> ts.get_replica_context().num_replicas_in_sync
         1
     """
-    frame = current_frame()
-    if frame is None:
-        return _default_strategy().context
-    context: ReplicaContext | None = frame.replica_context
-    return context
+    found: ReplicaContext | None = context.get_replica_context()
+    return found
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -237,7 +227,7 @@ def _default_strategy() -> DefaultStrategy:
     return _made[0]
 
 
-set_default(_default_strategy)
+context.set_default(_default_strategy)
 
 
 def _check_mode(options: InputOptions | None) -> None:

@@ -19,7 +19,7 @@ class Scope:
     Args:
         strategy: what ``with strategy.scope() as s`` gives.
         frame: pushed on entry; ``None`` for the default strategy, whose scope changes nothing.
-        device: the default device inside; ``None`` leaves it.
+        device: the default device inside, as tensors report it; ``None`` leaves it.
     """
 
     def __init__(self, strategy: Any, frame: Frame | None, device: Any) -> None:

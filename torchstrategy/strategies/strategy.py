@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context
-from torchstrategy.base.devices import Placement
+from torchstrategy.base.devices import Placement, tensor_device
 from torchstrategy.base.log import info_once, set_rank, show_info
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
@@ -23,14 +23,13 @@ from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
+from torchstrategy.gradients.hooks import install, watched
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.lone_values import serve_lone_values
-from torchstrategy.gradients.optimizer_hooks import install
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
-from torchstrategy.gradients.watching import watched
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import DirectHosting, Hosting
@@ -142,7 +141,7 @@ class Strategy:
             >>> ts.has_strategy()
             False
         """
-        return Scope(self, Frame(self, None), self.placement.devices[0])
+        return Scope(self, Frame(self, None), tensor_device(self.placement.devices[0]))
 
     def run(
         self,

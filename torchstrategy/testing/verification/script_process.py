@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import cpu_replicas
-from torchstrategy.gradients import optimizer_hooks
+from torchstrategy.gradients import hooks as optimizer_hooks
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.verification.records import Run, dump
 from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.gradients import watching
+from torchstrategy.gradients import hooks as watching
 
 CLASSES = (torch.nn.Module, torch.optim.Optimizer)
 
