@@ -30,17 +30,17 @@ def time_collectives(options: dict[str, Any]) -> dict[str, dict[int, list[float]
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     strategy = ts.MirroredStrategy(["cpu:0"])
-    planes = {MESSAGE: strategy.workers.routes.small, SHARED: strategy.workers.routes.large}
-    times: dict[str, dict[int, list[float]]] = {way: {} for way in (GLOO, *planes, USERS)}
+    backends = {MESSAGE: strategy.workers.routes.small, SHARED: strategy.workers.routes.large}
+    times: dict[str, dict[int, list[float]]] = {way: {} for way in (GLOO, *backends, USERS)}
     for size in options["sizes"]:
         tensor = torch.zeros(size)
         ways: dict[str, Callable[[], object]] = {GLOO: functools.partial(distributed.all_reduce, tensor)}
-        ways |= {way: functools.partial(_sum, plane, tensor) for way, plane in planes.items()}
+        ways |= {way: functools.partial(_sum, backend, tensor) for way, backend in backends.items()}
         ways[USERS] = functools.partial(strategy.run, _users_all_reduce, (tensor,))
         if tensor.nbytes > options["largest_message"]:
             del ways[MESSAGE]
         num_rounds = max(options["fewest"], min(options["most"], options["floats_of_a_size"] // size))
-        measured = _in_turns(ways, num_rounds, align=lambda: _sum(planes[MESSAGE], torch.zeros(1)))
+        measured = _in_turns(ways, num_rounds, align=lambda: _sum(backends[MESSAGE], torch.zeros(1)))
         for way, seconds in measured.items():
             times[way][size] = seconds
     distributed.destroy_process_group()
@@ -80,8 +80,8 @@ def _users_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     return ts.get_replica_context().all_reduce("sum", tensor)
 
 
-def _sum(plane: Any, tensor: torch.Tensor) -> None:
-    plane.start_sum(tensor)(lambda: None)
+def _sum(backend: Any, tensor: torch.Tensor) -> None:
+    backend.start_sum(tensor)(lambda: None)
 
 
 def _in_turns(

@@ -9,14 +9,14 @@ from torch.distributed import PrefixStore
 
 from tests.collectives.groups import GoneByNow, Group, no_check, on_ranks
 from torchstrategy.base.options import PowerSGD
-from torchstrategy.collectives.compression import NarrowPlane, compressed
-from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, NcclPlane
+from torchstrategy.collectives.backends import C10dBackend, HierarchicalBackend, NcclBackend
+from torchstrategy.collectives.compression import NarrowBackend, compressed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = [2, 3, 4]
 
 
-class Recorded(C10dPlane):
+class Recorded(C10dBackend):
     """Gloo, with the number of bytes that this rank hands over."""
 
     def __init__(self, group):
@@ -48,7 +48,7 @@ def groups():
 
 
 @pytest.fixture(params=SIZES)
-def planes(request, groups):
+def backends(request, groups):
     return groups[request.param]
 
 
@@ -57,13 +57,13 @@ def parts_of(size, numel, dtype=torch.float32):
     return [torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
 
 
-def sums_of(planes, name, parts, piece_numbers=0):
+def sums_of(backends, name, parts, piece_numbers=0):
     def run(rank):
         tensor = parts[rank].clone()
-        NarrowPlane(planes[rank], len(planes), name, piece_numbers).start_sum(tensor)(no_check)
+        NarrowBackend(backends[rank], len(backends), name, piece_numbers).start_sum(tensor)(no_check)
         return tensor
 
-    return on_ranks(len(planes), run)
+    return on_ranks(len(backends), run)
 
 
 def rounded_sum(parts, name):
@@ -77,17 +77,17 @@ def rounded_sum(parts, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 5, 1001])
-def test_sums(planes, name, numel, dtype):
-    parts = parts_of(len(planes), numel, dtype)
-    for found in sums_of(planes, name, parts):
+def test_sums(backends, name, numel, dtype):
+    parts = parts_of(len(backends), numel, dtype)
+    for found in sums_of(backends, name, parts):
         assert found.dtype is dtype
         assert torch.equal(found, rounded_sum(parts, name))
 
 
 @pytest.mark.parametrize("numel", [1, 4, 5, 12])
-def test_sums_in_pieces(planes, numel):
-    parts = parts_of(len(planes), numel)
-    for found in sums_of(planes, "bf16", parts, piece_numbers=4):
+def test_sums_in_pieces(backends, numel):
+    parts = parts_of(len(backends), numel)
+    for found in sums_of(backends, "bf16", parts, piece_numbers=4):
         assert torch.equal(found, rounded_sum(parts, "bf16"))
 
 
@@ -96,71 +96,71 @@ def test_of_two_ranks_float64_is_added_in_float64(groups):
     assert [found.tolist() for found in sums_of(groups[2], "bf16", parts)] == [[2.0**30 + 1]] * 2
 
 
-def test_a_scalar_and_a_matrix(planes):
+def test_a_scalar_and_a_matrix(backends):
     for shape in ((), (3, 2)):
-        for found in sums_of(planes, "bf16", [torch.full(shape, 0.5)] * len(planes)):
-            assert torch.equal(found, torch.full(shape, 0.5 * len(planes)))
+        for found in sums_of(backends, "bf16", [torch.full(shape, 0.5)] * len(backends)):
+            assert torch.equal(found, torch.full(shape, 0.5 * len(backends)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16], ids=str)
-def test_other_types_travel_as_they_are(planes, dtype):
-    parts = [torch.arange(7).to(dtype) + rank for rank in range(len(planes))]
-    for found in sums_of(planes, "fp16", parts):
+def test_other_types_travel_as_they_are(backends, dtype):
+    parts = [torch.arange(7).to(dtype) + rank for rank in range(len(backends))]
+    for found in sums_of(backends, "fp16", parts):
         assert torch.equal(found, torch.stack(parts).sum(0).to(dtype))
 
 
-def test_overflow_is_infinite_on_all_ranks(planes):
-    parts = [torch.tensor([1.0, 70000.0 if rank == 1 else 0.0, -70000.0]) for rank in range(len(planes))]
-    for found in sums_of(planes, "fp16", parts):
-        assert found.tolist() == [len(planes), torch.inf, -torch.inf]
-    for found in sums_of(planes, "bf16", parts):
+def test_overflow_is_infinite_on_all_ranks(backends):
+    parts = [torch.tensor([1.0, 70000.0 if rank == 1 else 0.0, -70000.0]) for rank in range(len(backends))]
+    for found in sums_of(backends, "fp16", parts):
+        assert found.tolist() == [len(backends), torch.inf, -torch.inf]
+    for found in sums_of(backends, "bf16", parts):
         assert torch.isfinite(found).all()
 
 
-def test_a_sum_that_overflows_is_infinite_where_it_travels_in_16_bits(planes):
-    expected = 100_000.0 if len(planes) == 2 else torch.inf
-    parts = [torch.full((5,), 50_000.0 if rank < 2 else 0.0) for rank in range(len(planes))]
-    for found in sums_of(planes, "fp16", parts):
+def test_a_sum_that_overflows_is_infinite_where_it_travels_in_16_bits(backends):
+    expected = 100_000.0 if len(backends) == 2 else torch.inf
+    parts = [torch.full((5,), 50_000.0 if rank < 2 else 0.0) for rank in range(len(backends))]
+    for found in sums_of(backends, "fp16", parts):
         assert found.tolist() == pytest.approx([expected] * 5, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_nan_and_infinity_reach_all_ranks(planes, name):
-    parts = [torch.ones(5) for _ in planes]
+def test_nan_and_infinity_reach_all_ranks(backends, name):
+    parts = [torch.ones(5) for _ in backends]
     parts[0][0], parts[-1][1], parts[0][2], parts[-1][2] = torch.nan, torch.inf, torch.inf, -torch.inf
-    for found in sums_of(planes, name, parts):
+    for found in sums_of(backends, name, parts):
         assert torch.equal(torch.isnan(found), torch.tensor([True, False, True, False, False]))
         assert found[1] == torch.inf
-        assert found[3:].tolist() == [len(planes)] * 2
+        assert found[3:].tolist() == [len(backends)] * 2
 
 
-def test_bytes_on_the_way(planes):
-    size, numel = len(planes), 1200
-    before = [plane.num_bytes for plane in planes]
-    sums_of(planes, "bf16", parts_of(size, numel))
+def test_bytes_on_the_way(backends):
+    size, numel = len(backends), 1200
+    before = [backend.num_bytes for backend in backends]
+    sums_of(backends, "bf16", parts_of(size, numel))
     # Two ranks give each other everything; of more, each gets its part of everybody's and gives its sum.
     expected = 2 * numel if size == 2 else 2 * numel + 2 * numel // size
-    assert [plane.num_bytes - n for plane, n in zip(planes, before, strict=True)] == [expected] * size
+    assert [backend.num_bytes - n for backend, n in zip(backends, before, strict=True)] == [expected] * size
 
 
 def test_nothing_is_sent_before_the_end_is_waited_for(groups):
     """So sums that are started in one order and waited for in another keep one order on all ranks."""
-    plane = groups[2][0]
-    before = plane.num_bytes
+    backend = groups[2][0]
+    before = backend.num_bytes
     for tensor in (torch.ones(3), torch.ones(3, dtype=torch.int64)):
-        NarrowPlane(plane, 2, "bf16").start_sum(tensor)
-    assert plane.num_bytes == before
+        NarrowBackend(backend, 2, "bf16").start_sum(tensor)
+    assert backend.num_bytes == before
 
 
 def test_the_wait_ends_when_a_rank_has_failed(groups):
     check = GoneByNow()
     with pytest.raises(TimeoutError, match="enough"):
-        NarrowPlane(NeverThere(), 2, "bf16").start_sum(torch.ones(3))(check)
+        NarrowBackend(NeverThere(), 2, "bf16").start_sum(torch.ones(3))(check)
     assert check.calls == 1
 
 
-class NeverThere(C10dPlane):
-    """A plane whose other ranks don't come."""
+class NeverThere(C10dBackend):
+    """A backend whose other ranks don't come."""
 
     def __init__(self):
         super().__init__(None)
@@ -182,7 +182,7 @@ def test_inside_a_host_sums_are_exact(hosts):
             store = PrefixStore("leaders", group.store)
             leaders = compressed(gloo(store, hosts[rank], num_hosts), num_hosts, "bf16")
         tensor = parts[rank].clone()
-        HierarchicalPlane(hosts, rank, local[rank], leaders).start_sum(tensor)(no_check)
+        HierarchicalBackend(hosts, rank, local[rank], leaders).start_sum(tensor)(no_check)
         return tensor
 
     exact = [sum(part for part, host in zip(parts, hosts, strict=True) if host == h) for h in range(num_hosts)]
@@ -191,30 +191,30 @@ def test_inside_a_host_sums_are_exact(hosts):
     group.close()
 
 
-def test_what_is_not_compressed_keeps_its_plane(groups):
-    plane = groups[2][0]
-    assert compressed(plane, 2, None) is plane
-    assert compressed(plane, 2, PowerSGD()) is plane
-    narrow = compressed(plane, 2, "fp16")
-    assert (type(narrow), narrow.route) == (NarrowPlane, "gloo as fp16")
+def test_what_is_not_compressed_keeps_its_backend(groups):
+    backend = groups[2][0]
+    assert compressed(backend, 2, None) is backend
+    assert compressed(backend, 2, PowerSGD()) is backend
+    narrow = compressed(backend, 2, "fp16")
+    assert (type(narrow), narrow.route) == (NarrowBackend, "gloo as fp16")
 
 
 def test_only_gloo_sends_pieces(groups):
     parts = parts_of(2, 600_000)
 
     def run(rank):
-        tensor, plane = parts[rank].clone(), Counting(groups[2][rank]._group)
-        compressed(plane, 2, "bf16").start_sum(tensor)(no_check)
-        return tensor, plane.num_gathers
+        tensor, backend = parts[rank].clone(), Counting(groups[2][rank]._group)
+        compressed(backend, 2, "bf16").start_sum(tensor)(no_check)
+        return tensor, backend.num_gathers
 
     for found, num_gathers in on_ranks(2, run):
         assert num_gathers == 3
         assert torch.equal(found, rounded_sum(parts, "bf16"))
-    nccl = NcclPlane(groups[2][0]._group, "NCCL")
+    nccl = NcclBackend(groups[2][0]._group, "NCCL")
     assert compressed(nccl, 2, "bf16")._piece_numbers == 0
 
 
-class Counting(C10dPlane):
+class Counting(C10dBackend):
     num_gathers = 0
 
     def start_all_gather(self, outputs, tensor):
@@ -222,14 +222,14 @@ class Counting(C10dPlane):
         return super().start_all_gather(outputs, tensor)
 
 
-def test_bytes_of_other_collectives_stay_as_they_are(planes):
+def test_bytes_of_other_collectives_stay_as_they_are(backends):
     def run(rank):
-        plane = NarrowPlane(planes[rank], len(planes), "bf16")
+        backend = NarrowBackend(backends[rank], len(backends), "bf16")
         own = torch.full((10,), rank + 5, dtype=torch.uint8)
-        outputs = [torch.zeros_like(own) for _ in planes]
-        plane.start_all_gather(outputs, own)(no_check)
-        plane.start_broadcast(own)(no_check)
+        outputs = [torch.zeros_like(own) for _ in backends]
+        backend.start_all_gather(outputs, own)(no_check)
+        backend.start_broadcast(own)(no_check)
         return [output.unique().tolist() for output in outputs], own.unique().tolist()
 
-    size = len(planes)
+    size = len(backends)
     assert on_ranks(size, run) == [([[rank + 5] for rank in range(size)], [5])] * size

@@ -3,16 +3,16 @@
 import pytest
 
 from torchstrategy.base.options import PowerSGD
-from torchstrategy.collectives.compression import NarrowPlane
-from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, NcclPlane
-from torchstrategy.collectives.routes import Routes, planes_during_backward, wants_overlap
-from torchstrategy.collectives.threaded_plane import ThreadedPlane
+from torchstrategy.collectives.backends import C10dBackend, HierarchicalBackend, NcclBackend
+from torchstrategy.collectives.compression import NarrowBackend
+from torchstrategy.collectives.routes import Routes, backends_during_backward, wants_overlap
+from torchstrategy.collectives.threaded_backend import ThreadedBackend
 
-GLOO, NCCL = C10dPlane(None, "gloo"), NcclPlane(None, "NCCL")
+GLOO, NCCL = C10dBackend(None, "gloo"), NcclBackend(None, "NCCL")
 
 
-def routes_over(plane, network="gloo", **accelerators):
-    return Routes(plane, plane, network=network, accelerators=accelerators)
+def routes_over(backend, network="gloo", **accelerators):
+    return Routes(backend, backend, network=network, accelerators=accelerators)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_who_asks_for_it_gets_it_where_it_is_possible(asked, compression, networ
     assert wants_overlap(asked, compression, routes_over(GLOO, network)) is expected
 
 
-def test_gloo_and_nccl_work_by_themselves_and_other_planes_in_a_thread():
-    assert planes_during_backward(routes_over(GLOO, "NCCL", cuda=NCCL)) == {"cpu": GLOO, "cuda": NCCL}
-    for plane in (HierarchicalPlane([0, 1], 0, None, GLOO), NarrowPlane(GLOO, 2, "bf16")):
-        (made,) = planes_during_backward(routes_over(plane)).values()
-        assert isinstance(made, ThreadedPlane)
+def test_gloo_and_nccl_work_by_themselves_and_other_backends_in_a_thread():
+    assert backends_during_backward(routes_over(GLOO, "NCCL", cuda=NCCL)) == {"cpu": GLOO, "cuda": NCCL}
+    for backend in (HierarchicalBackend([0, 1], 0, None, GLOO), NarrowBackend(GLOO, 2, "bf16")):
+        (made,) = backends_during_backward(routes_over(backend)).values()
+        assert isinstance(made, ThreadedBackend)
 
 
-@pytest.mark.parametrize("accelerators", [{}, {"cuda": NarrowPlane(NCCL, 2, "bf16")}], ids=["gloo", "NCCL as bf16"])
+@pytest.mark.parametrize("accelerators", [{}, {"cuda": NarrowBackend(NCCL, 2, "bf16")}], ids=["gloo", "NCCL as bf16"])
 def test_gradients_on_gpus_wait_for_the_step_unless_nccl_carries_them_as_they_are(accelerators):
-    assert list(planes_during_backward(routes_over(GLOO, **accelerators))) == ["cpu"]
+    assert list(backends_during_backward(routes_over(GLOO, **accelerators))) == ["cpu"]

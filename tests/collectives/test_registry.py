@@ -6,8 +6,8 @@ from torch.distributed import HashStore
 
 import torchstrategy as ts
 from torchstrategy.collectives import registry
-from torchstrategy.collectives.data_planes import C10dPlane
-from torchstrategy.collectives.registry import make_registered_plane
+from torchstrategy.collectives.backends import C10dBackend
+from torchstrategy.collectives.registry import make_registered_backend
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +16,10 @@ def own_names(monkeypatch):
 
 
 def make(name):
-    return make_registered_plane(name, HashStore(), 0, 1, timedelta(seconds=5))
+    return make_registered_backend(name, HashStore(), 0, 1, timedelta(seconds=5))
 
 
-class Plane:
+class Backend:
     def start_sum(self, tensor):
         return lambda check: None
 
@@ -27,10 +27,10 @@ class Plane:
 
 
 def test_an_object_with_our_methods_is_taken_as_it_is():
-    plane = Plane()
+    backend = Backend()
     seen = []
-    ts.experimental.register_communication("Of-Objects", lambda *args: seen.append(args) or plane)
-    assert make("of-objects") is plane
+    ts.experimental.register_communication("Of-Objects", lambda *args: seen.append(args) or backend)
+    assert make("of-objects") is backend
     ((store, rank, size, timeout),) = seen
     assert isinstance(store, HashStore)
     assert (rank, size, timeout) == (0, 1, timedelta(seconds=5))
@@ -39,31 +39,31 @@ def test_an_object_with_our_methods_is_taken_as_it_is():
 
 def test_a_process_group_is_wrapped():
     ts.experimental.register_communication("of-groups", dist.ProcessGroupGloo)
-    assert isinstance(make("of-groups"), C10dPlane)
+    assert isinstance(make("of-groups"), C10dBackend)
 
 
 @pytest.mark.parametrize("name", ["taken", "TAKEN"])
 def test_a_taken_name(name):
-    ts.experimental.register_communication("taken", Plane)
+    ts.experimental.register_communication("taken", Backend)
     with pytest.raises(ValueError, match=r"is taken\. Taken are: taken"):
-        ts.experimental.register_communication(name, Plane)
+        ts.experimental.register_communication(name, Backend)
 
 
 @pytest.mark.parametrize("name", ["", " ", "ring", "AUTO", "Nccl"])
 def test_names_that_can_not_be_given(name):
     with pytest.raises(ValueError, match="must be another"):
-        ts.experimental.register_communication(name, Plane)
+        ts.experimental.register_communication(name, Backend)
     assert registry._factories == {}
 
 
-@pytest.mark.parametrize(("name", "factory"), [(3, Plane), ("fine", "not callable")])
+@pytest.mark.parametrize(("name", "factory"), [(3, Backend), ("fine", "not callable")])
 def test_wrong_types(name, factory):
     with pytest.raises(TypeError, match="Received"):
         ts.experimental.register_communication(name, factory)
 
 
 def test_an_unknown_name():
-    ts.experimental.register_communication("known", Plane)
+    ts.experimental.register_communication("known", Backend)
     with pytest.raises(ValueError, match=r"No communication is registered as 'other' .* Registered are: known"):
         make("other")
 

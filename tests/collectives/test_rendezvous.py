@@ -1,4 +1,4 @@
-"""The meeting: who is waited for, what is compared, what it costs the store."""
+"""The rendezvous: who is waited for, what is compared, what it costs the store."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

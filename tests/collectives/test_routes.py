@@ -10,12 +10,18 @@ import torch.distributed as dist
 from tests.collectives.groups import Group, no_check, on_ranks
 from torchstrategy.base.options import CommunicationImplementation, PowerSGD
 from torchstrategy.collectives import records, routes, shared_memory
-from torchstrategy.collectives.compression import NarrowPlane
-from torchstrategy.collectives.data_planes import C10dPlane, HierarchicalPlane, MessagePlane, NcclPlane, StagedPlane
-from torchstrategy.collectives.rendezvous import Meeting
+from torchstrategy.collectives.backends import (
+    C10dBackend,
+    HierarchicalBackend,
+    MessageBackend,
+    NcclBackend,
+    StagedBackend,
+)
+from torchstrategy.collectives.compression import NarrowBackend
+from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.collectives.routes import Routes, choose_implementation, make_routes, usable_compression
-from torchstrategy.collectives.shared_memory import SharedMemoryPlane
-from torchstrategy.collectives.xla_plane import XlaPlane
+from torchstrategy.collectives.shared_memory import SharedMemoryBackend
+from torchstrategy.collectives.xla_backend import XlaBackend
 
 AUTO, RING, NCCL = CommunicationImplementation.AUTO, CommunicationImplementation.RING, CommunicationImplementation.NCCL
 
@@ -24,11 +30,11 @@ def routes_of(hosts, implementation=AUTO, hierarchical=None, compression=None):
     group = Group(hosts)
 
     def make(rank):
-        meeting = Meeting(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
+        rendezvous = Rendezvous(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
         exchange, timeout = group.exchange(rank), timedelta(seconds=30)
         return make_routes(
             implementation,
-            meeting,
+            rendezvous,
             group.records[rank],
             exchange,
             no_check,
@@ -49,31 +55,31 @@ def kinds(made):
 @pytest.mark.parametrize(
     ("hosts", "implementation", "hierarchical", "small", "large"),
     [
-        ((0, 0), AUTO, None, MessagePlane, SharedMemoryPlane),
-        ((0, 0), AUTO, False, MessagePlane, C10dPlane),
-        ((0, 1), AUTO, None, MessagePlane, C10dPlane),
-        ((0, 1), AUTO, True, MessagePlane, C10dPlane),
-        ((0, 0, 1), AUTO, None, MessagePlane, HierarchicalPlane),
-        ((0, 0), RING, None, C10dPlane, C10dPlane),
-        ((0, 0), RING, True, SharedMemoryPlane, SharedMemoryPlane),
-        ((0, 1, 1), RING, True, HierarchicalPlane, HierarchicalPlane),
+        ((0, 0), AUTO, None, MessageBackend, SharedMemoryBackend),
+        ((0, 0), AUTO, False, MessageBackend, C10dBackend),
+        ((0, 1), AUTO, None, MessageBackend, C10dBackend),
+        ((0, 1), AUTO, True, MessageBackend, C10dBackend),
+        ((0, 0, 1), AUTO, None, MessageBackend, HierarchicalBackend),
+        ((0, 0), RING, None, C10dBackend, C10dBackend),
+        ((0, 0), RING, True, SharedMemoryBackend, SharedMemoryBackend),
+        ((0, 1, 1), RING, True, HierarchicalBackend, HierarchicalBackend),
     ],
 )
-def test_planes_by_place(hosts, implementation, hierarchical, small, large):
+def test_backends_by_place(hosts, implementation, hierarchical, small, large):
     made = routes_of(hosts, implementation, hierarchical)
     assert kinds(made) == {(small, large, 16384 if implementation is AUTO else 0)}
     for one in made:
-        assert type(one.plane_of(torch.ones(4096))) is small
-        assert type(one.plane_of(torch.ones(4097))) is large
+        assert type(one.backend_of(torch.ones(4096))) is small
+        assert type(one.backend_of(torch.ones(4097))) is large
         assert len({line for other in made for line in other.lines}) == len(one.lines)
 
 
-def test_tensors_of_accelerators_go_through_the_cpu_unless_the_plane_takes_them():
+def test_tensors_of_accelerators_go_through_the_cpu_unless_the_backend_takes_them():
     (shared, _), (gloo, _) = routes_of((0, 0)), routes_of((0, 0), RING)
     for numel in (10, 10_000):
         elsewhere = torch.empty(numel, device="meta")
-        assert type(shared.plane_of(elsewhere)) is StagedPlane
-        assert gloo.plane_of(elsewhere) is gloo.large
+        assert type(shared.backend_of(elsewhere)) is StagedBackend
+        assert gloo.backend_of(elsewhere) is gloo.large
 
 
 def test_messages_of_many_ranks_are_shorter(monkeypatch):
@@ -89,7 +95,7 @@ def test_who_can_not_share_memory_says_so_once_and_takes_gloo(monkeypatch, caplo
         raise OSError("No space left on device")
 
     monkeypatch.setattr(shared_memory, "_listen", no_memory)
-    assert kinds(routes_of((0, 0))) == {(MessagePlane, C10dPlane, 16384)}
+    assert kinds(routes_of((0, 0))) == {(MessageBackend, C10dBackend, 16384)}
     (line,) = [record.getMessage() for record in caplog.records if "share memory" in record.getMessage()]
     assert line.endswith("so gloo carries their tensors. (rank 0: No space left on device)")
 
@@ -108,36 +114,36 @@ def test_gpus_keep_nccl_and_tensors_of_the_cpu_share_memory(monkeypatch):
     gpu_tensor = SimpleNamespace(device=torch.device("cuda"), is_cpu=False, nbytes=4)
     for one in found:
         assert one.lines[0] == "tensors on GPUs over NCCL"
-        assert type(one.plane_of(gpu_tensor)) is NcclPlane
-        assert type(one.plane_of(torch.ones(10_000))) is SharedMemoryPlane
+        assert type(one.backend_of(gpu_tensor)) is NcclBackend
+        assert type(one.backend_of(torch.ones(10_000))) is SharedMemoryBackend
 
 
 @pytest.mark.parametrize(
-    ("hosts", "implementation", "plane", "line"),
+    ("hosts", "implementation", "backend", "line"),
     [
-        ((0, 0), AUTO, SharedMemoryPlane, "tensors through shared memory"),
-        ((0, 1), AUTO, NarrowPlane, "tensors over gloo as fp16"),
-        ((0, 0), RING, NarrowPlane, "tensors over gloo as fp16"),
+        ((0, 0), AUTO, SharedMemoryBackend, "tensors through shared memory"),
+        ((0, 1), AUTO, NarrowBackend, "tensors over gloo as fp16"),
+        ((0, 0), RING, NarrowBackend, "tensors over gloo as fp16"),
         (
             (0, 0, 1),
             AUTO,
-            HierarchicalPlane,
+            HierarchicalBackend,
             "tensors through shared memory in each of 2 hosts and over gloo as fp16 between them",
         ),
     ],
 )
-def test_only_what_leaves_a_host_is_compressed(hosts, implementation, plane, line):
+def test_only_what_leaves_a_host_is_compressed(hosts, implementation, backend, line):
     for one in routes_of(hosts, implementation, compression="fp16"):
         assert one.lines[-1] == line
-        assert one.network == ("" if plane is SharedMemoryPlane else "gloo")
-        if plane is not SharedMemoryPlane:  # how a number is rounded does not depend on the size of its bucket
-            assert type(one.plane_of(torch.ones(1))) is type(one.plane_of(torch.ones(5000))) is plane
-            assert type(one.plane_of(torch.empty(5000, device="meta"))) is StagedPlane
-    for one in routes_of(hosts, implementation, compression=PowerSGD()):  # makes smaller what planes get
-        assert type(one.large) is not NarrowPlane
-    if plane is HierarchicalPlane:
+        assert one.network == ("" if backend is SharedMemoryBackend else "gloo")
+        if backend is not SharedMemoryBackend:  # how a number is rounded does not depend on the size of its bucket
+            assert type(one.backend_of(torch.ones(1))) is type(one.backend_of(torch.ones(5000))) is backend
+            assert type(one.backend_of(torch.empty(5000, device="meta"))) is StagedBackend
+    for one in routes_of(hosts, implementation, compression=PowerSGD()):  # makes smaller what backends get
+        assert type(one.large) is not NarrowBackend
+    if backend is HierarchicalBackend:
         leaders = [one.large._leaders for one in routes_of(hosts, implementation, compression="fp16")]
-        assert [type(leader) for leader in leaders] == [NarrowPlane, type(None), NarrowPlane]
+        assert [type(leader) for leader in leaders] == [NarrowBackend, type(None), NarrowBackend]
 
 
 def test_where_nothing_can_be_compressed_a_line_says_so(caplog):
@@ -170,23 +176,23 @@ def runtime_of(rank, connects_processes):
 def test_xla_devices_have_collectives_of_their_own():
     """Unless XLA does not connect them: then their tensors go through the CPU, also where gloo takes those of GPUs."""
     xla_tensor = SimpleNamespace(device=torch.device("xla", 0), is_cpu=False, nbytes=36_000)
-    for connects, plane, line in (
-        (True, XlaPlane, "tensors on XLA devices by XLA's collectives"),
-        (False, StagedPlane, "tensors on XLA's virtual CPU devices through the CPU"),
+    for connects, backend, line in (
+        (True, XlaBackend, "tensors on XLA devices by XLA's collectives"),
+        (False, StagedBackend, "tensors on XLA's virtual CPU devices through the CPU"),
     ):
         group = Group((0, 1))
 
         def make(rank, group=group, connects=connects):
-            meeting = Meeting(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
+            rendezvous = Rendezvous(group.store, None, rank, group.size, "127.0.0.1", group.hosts)
             exchange, timeout = group.exchange(rank), timedelta(seconds=30)
-            routes = make_routes(AUTO, meeting, group.records[rank], exchange, no_check, timeout, hierarchical=None)
+            routes = make_routes(AUTO, rendezvous, group.records[rank], exchange, no_check, timeout, hierarchical=None)
             routes.add_xla(runtime_of(rank, connects), exchange, no_check)
             return routes
 
         for one in on_ranks(group.size, make):
             assert one.lines[0] == line
-            assert type(one.plane_of(xla_tensor)) is plane
-            assert type(one.plane_of(torch.ones(9_000))) is C10dPlane
+            assert type(one.backend_of(xla_tensor)) is backend
+            assert type(one.backend_of(torch.ones(9_000))) is C10dBackend
         group.close()
 
 

@@ -30,7 +30,7 @@ def small_chunks():
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def planes(request):
+def backends(request):
     group = Group([0] * request.param)
     yield group.share_memory()
     group.close()
@@ -53,19 +53,19 @@ def expected_sum(size, length, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_added_in_the_order_of_ranks_bit_for_bit(planes, dtype):
+def test_sums_are_added_in_the_order_of_ranks_bit_for_bit(backends, dtype):
     def run(rank):
         tensors = [values(rank, length, dtype) for length in LENGTHS]
         for tensor in tensors:
-            planes[rank].start_sum(tensor)(no_check)
+            backends[rank].start_sum(tensor)(no_check)
         return tensors
 
-    for found in on_ranks(len(planes), run):
+    for found in on_ranks(len(backends), run):
         for length, tensor in zip(LENGTHS, found, strict=True):
-            assert torch.equal(tensor, expected_sum(len(planes), length, dtype)), (length, dtype)
+            assert torch.equal(tensor, expected_sum(len(backends), length, dtype)), (length, dtype)
 
 
-def test_tensors_are_summed_where_they_lie_as_if_they_were_one(planes):
+def test_tensors_are_summed_where_they_lie_as_if_they_were_one(backends):
     lists = [[7], [3, 0, 5], [600] * 5, [1, 5000, 2, 40, 3000, 0], [9] * 700]
 
     def run(rank):
@@ -73,32 +73,32 @@ def test_tensors_are_summed_where_they_lie_as_if_they_were_one(planes):
         for number, sizes in enumerate(lists):
             whole = values(rank + number, sum(sizes), torch.float32)
             tensors = [part.clone().view(-1, 1) for part in whole.split(sizes)]
-            planes[rank].start_sum_of(tensors)(no_check)
-            planes[rank].start_sum(whole)(no_check)
+            backends[rank].start_sum_of(tensors)(no_check)
+            backends[rank].start_sum(whole)(no_check)
             found.append((tensors, whole))
         return found
 
-    for found in on_ranks(len(planes), run):
+    for found in on_ranks(len(backends), run):
         for sizes, (tensors, whole) in zip(lists, found, strict=True):
             assert all(map(torch.equal, (tensor.view(-1) for tensor in tensors), whole.split(sizes)))
 
 
-def test_not_a_number_and_infinities_are_the_same_bits_everywhere(planes):
+def test_not_a_number_and_infinities_are_the_same_bits_everywhere(backends):
     def run(rank):
         bits = torch.tensor([0x7FC00001 + rank, 0x7F800000, 0x7F800000], dtype=torch.int32).repeat(700)
         tensor = bits.view(torch.float32)
         tensor[2::3] *= -1 if rank % 2 else 1
-        planes[rank].start_sum(tensor)(no_check)
+        backends[rank].start_sum(tensor)(no_check)
         return tensor.view(torch.int32)
 
-    first, *others = on_ranks(len(planes), run)
+    first, *others = on_ranks(len(backends), run)
     assert first.view(torch.float32)[:3].isnan().tolist() == [True, False, True]
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_operations_of_all_kinds_follow_each_other(planes):
+def test_operations_of_all_kinds_follow_each_other(backends):
     """Mixed at random, and waited for later than started: what one overwrites another must have read."""
-    size = len(planes)
+    size = len(backends)
 
     def run(rank):
         choices = torch.Generator().manual_seed(9)
@@ -108,18 +108,18 @@ def test_operations_of_all_kinds_follow_each_other(planes):
             length = int(torch.randint(1, 7000, (), generator=choices))
             if kind == 0:
                 tensors = [values(rank, length, torch.float32) + step, values(rank, 10, torch.float64)]
-                waits = [planes[rank].start_sum(tensor) for tensor in tensors]
+                waits = [backends[rank].start_sum(tensor) for tensor in tensors]
                 for wait in reversed(waits):
                     wait(no_check)
                 found += tensors
             elif kind == 1:
                 own = torch.full((length,), (rank + step) % 256, dtype=torch.uint8)
                 outputs = [torch.empty_like(own) for _ in range(size)]
-                planes[rank].start_all_gather(outputs, own)(no_check)
+                backends[rank].start_all_gather(outputs, own)(no_check)
                 assert [output.unique().tolist() for output in outputs] == [[(r + step) % 256] for r in range(size)]
             else:
                 own = torch.full((length,), (rank + step) % 256, dtype=torch.uint8)
-                planes[rank].start_broadcast(own)(no_check)
+                backends[rank].start_broadcast(own)(no_check)
                 assert own.unique().tolist() == [step % 256]
             if (step + rank) % 7 == 0:
                 time.sleep(0.001)
@@ -138,11 +138,11 @@ def test_nothing_is_left_behind():
 
     before = num_mappings()
     group = Group([0, 0])
-    planes = group.share_memory()
-    sockets = [peer for plane in planes for peer in plane._peers.values()]
+    backends = group.share_memory()
+    sockets = [peer for backend in backends for peer in backend._peers.values()]
     assert num_mappings() == before + 2
     assert not list(Path("/dev/shm").glob("*torchstrategy*"))
-    del planes
+    del backends
     assert num_mappings() == before
     assert [connection.fileno() for connection in sockets] == [-1, -1]
     group.close()
@@ -150,18 +150,18 @@ def test_nothing_is_left_behind():
 
 def test_a_lost_rank_ends_the_wait():
     group = Group([0, 0, 0])
-    planes = group.share_memory()
-    for peer in planes[2]._peers.values():
+    backends = group.share_memory()
+    for peer in backends[2]._peers.values():
         peer.close()
     for rank in (0, 1):
         with pytest.raises(ConnectionError):
-            planes[rank].start_sum(torch.ones(5000))(no_check)
+            backends[rank].start_sum(torch.ones(5000))(no_check)
     group.close()
 
 
 def test_the_check_ends_the_wait_for_a_rank_that_does_not_come():
     group = Group([0, 0])
-    planes = group.share_memory()
+    backends = group.share_memory()
     calls = []
 
     def check():
@@ -170,21 +170,21 @@ def test_the_check_ends_the_wait_for_a_rank_that_does_not_come():
             raise TimeoutError("enough")
 
     with pytest.raises(TimeoutError, match="enough"):
-        planes[0].start_sum(torch.ones(10))(check)
+        backends[0].start_sum(torch.ones(10))(check)
     assert len(calls) == 3
     group.close()
 
 
 def test_ranks_out_of_step_are_found():
     group = Group([0, 0])
-    planes = group.share_memory()
-    next(iter(planes[1]._peers.values())).send(b"\x07")
+    backends = group.share_memory()
+    next(iter(backends[1]._peers.values())).send(b"\x07")
     with pytest.raises(ConnectionError, match="lost step"):
-        planes[0].start_sum(torch.ones(10))(no_check)
+        backends[0].start_sum(torch.ones(10))(no_check)
     group.close()
 
 
-def test_a_rank_alone_on_its_host_has_no_plane():
+def test_a_rank_alone_on_its_host_has_no_backend():
     group = Group([0, 1, 0])
     first, alone, third = group.share_memory()
     assert alone is None

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchstrategy as ts
 from tests.programs import Lines
 from torchstrategy.collectives import rendezvous
-from torchstrategy.collectives.compression import NarrowPlane
+from torchstrategy.collectives.compression import NarrowBackend
 from torchstrategy.gradients.power_sgd import LowRankSums
 
 PowerSGD = ts.experimental.PowerSGD
@@ -240,5 +240,5 @@ def dies_while_others_wait(compression: Any) -> None:
 
     strategy.run(step_fn)
     if strategy.workers.rank == 1:
-        LowRankSums.__call__ = NarrowPlane._sum = lambda *args: os._exit(3)
+        LowRankSums.__call__ = NarrowBackend._sum = lambda *args: os._exit(3)
     strategy.run(step_fn)

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of data planes run, and ways of communication that a user might bring."""
+"""What the ranks of the tests of backends run, and ways of communication that a user might bring."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.futures import Future
 import torchstrategy as ts
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives import process_group, shared_memory
-from torchstrategy.collectives.data_planes import from_bytes, to_bytes
-from torchstrategy.collectives.shared_memory import SharedMemoryPlane
+from torchstrategy.collectives.backends import from_bytes, to_bytes
+from torchstrategy.collectives.shared_memory import SharedMemoryBackend
 
 LENGTHS = [0, 1, 3, 4096, 4097, 5000, 300_000, 1_000_003]  # up to 16 KiB float32 travels with the record
 
@@ -230,10 +230,10 @@ def without_shared_memory() -> dict[str, Any]:
 def lost_in_the_middle(how: str) -> None:
     """Rank 1 is killed, stopped or fails while it is in a sum, after its third chunk."""
     strategy = ts.MirroredStrategy(["cpu:0"], communication_options=CommunicationOptions(timeout_seconds=3.0))
-    original = SharedMemoryPlane._upload
+    original = SharedMemoryBackend._upload
     uploads = []
 
-    def upload(self: SharedMemoryPlane, chunk: Tensor, check: Any) -> tuple[int, int]:
+    def upload(self: SharedMemoryBackend, chunk: Tensor, check: Any) -> tuple[int, int]:
         uploads.append(1)
         if len(uploads) == 4 and strategy.workers.rank == 1:
             if how == "fails":
@@ -241,7 +241,7 @@ def lost_in_the_middle(how: str) -> None:
             os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
         return original(self, chunk, check)
 
-    SharedMemoryPlane._upload = upload
+    SharedMemoryBackend._upload = upload
     start = time.monotonic()
     tensor = torch.ones(10_000_000)
     try:

@@ -11,7 +11,7 @@ from torch import nn
 import torchstrategy as ts
 from tests import programs
 from tests.strategies import tpu_process_programs as chips
-from tests.tpu.plane_programs import counted
+from tests.tpu.backend_programs import counted
 
 
 def make() -> ts.TPUStrategy:

@@ -46,7 +46,7 @@ def test_a_loop_compiles_in_its_first_steps_only(run):
     for found in run(chips.compilations, 2):
         compiled, reads = found["compiled"], found["reads"]
         assert compiled[2:] == [compiled[2]] * 6, compiled
-        # Where XLA connects the processes, the sum of gradients is not read, either: see test_xla_plane.
+        # Where XLA connects the processes, the sum of gradients is not read, either: see test_xla_backend.
         assert reads[2:] == [1] * 6, reads
 
 

@@ -13,7 +13,7 @@ Records travel over TCP connections which the calling thread itself reads and wr
 hands over to other threads and takes several times as long. Up to 16 ranks there is one connection for each pair;
 above that each rank writes to its host's first rank, these to rank 0, and the answers come back the same way.
 
-Data travels over **data planes** (``data_planes.py``, ``shared_memory.py``), which ``routes.py`` chooses by size and
+Data travels over **backends** (``backends.py``, ``shared_memory.py``), which ``routes.py`` chooses by size and
 place:
 
 - Up to 16 KiB on CPUs: in a message. A user's small tensor rides in the record itself, so its collective is one
@@ -26,13 +26,13 @@ place:
 - On several hosts: within each host through shared memory, between the hosts' first ranks over gloo, bound to the
   network on which the ranks have met. Left alone gloo looks up the host's name, which often leads to the loopback.
 - On GPUs: NCCL. ``RING`` is gloo for everything.
-- On XLA devices with one process each: XLA's collectives, each in a program of its own (``xla_plane.py``, see TPUs).
+- On XLA devices with one process each: XLA's collectives, each in a program of its own (``xla_backend.py``, see TPUs).
   The exchange of records right before the launch takes the place of a time limit, which XLA has not.
 
 Sums are added in the order of ranks wherever that is ours to decide, so that results have the same bits everywhere. A
-group of the user's, or any c10d backend, takes the place of all planes by a registered name.
+group of the user's, or any c10d backend, takes the place of all backends by a registered name.
 
-Meeting, failing and leaving
+Rendezvous, failing and leaving
 ----------------------------
 ``cluster_resolver/detect.py`` says which job a process belongs to: a ``Job``. Rank 0, or the launcher, keeps a
 key-value store at the job's address. There the processes find each other (``collectives/rendezvous.py``) and, before

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.options import PowerSGD
+from torchstrategy.collectives.backends import C10dBackend, DataBackend, NcclBackend, Wait, outlive_program
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.data_planes import C10dPlane, DataPlane, NcclPlane, Wait, outlive_program
 from torchstrategy.collectives.summing import sum_in_order
 
-__all__ = ["NarrowPlane", "compressed"]
+__all__ = ["NarrowBackend", "compressed"]
 
 #: In one large exchange of gloo's the directions of a link take turns, so tensors go in pieces, all at once. 8 MiB
 #: between two hosts at 100 Mbit/s, 0.70 s at best, took 1.1 s in one piece and 0.74 s in pieces of 512 KiB.
@@ -21,7 +21,7 @@ _GLOO_PIECE_NUMBERS = 256 << 10
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class NarrowPlane:
+class NarrowBackend:
     """Rounds what each rank brings to a sum to 16 bits, and adds it in ``float32`` in the order of ranks.
 
     Each rank gets one part of everybody's tensor, adds it up, and gives the sum, in 16 bits as well, to all. So all
@@ -30,36 +30,36 @@ class NarrowPlane:
     one step less, and rounds once. Tensors of other types than ``float32`` and ``float64`` travel as they are.
 
     Args:
-        plane: carries the bytes; it works only when waited for, so that collectives keep one order on all ranks.
+        backend: carries the bytes; it works only when waited for, so that collectives keep one order on all ranks.
         size: number of ranks.
         name: ``"bf16"`` or ``"fp16"``; numbers too large for ``float16`` become infinite on all ranks.
         piece_numbers: length of the pieces in which longer tensors travel, all at once; 0 means in one.
     """
 
-    def __init__(self, plane: C10dPlane, size: int, name: str, piece_numbers: int = 0) -> None:
-        self._plane = plane
+    def __init__(self, backend: C10dBackend, size: int, name: str, piece_numbers: int = 0) -> None:
+        self._backend = backend
         self._size = size
         self._dtype = _NARROW[name]
         self._piece_numbers = piece_numbers
-        self.route = f"{plane.route} as {name}"
+        self.route = f"{backend.route} as {name}"
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         if tensor.dtype in (torch.float32, torch.float64) and tensor.numel():
             return functools.partial(self._sum, tensor.view(-1))
-        return lambda check: self._plane.start_sum(tensor)(check)
+        return lambda check: self._backend.start_sum(tensor)(check)
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
-        return lambda check: self._plane.start_all_gather(outputs, tensor)(check)
+        """See ``DataBackend``."""
+        return lambda check: self._backend.start_all_gather(outputs, tensor)(check)
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
-        return lambda check: self._plane.start_broadcast(tensor)(check)
+        """See ``DataBackend``."""
+        return lambda check: self._backend.start_broadcast(tensor)(check)
 
     def outlive_program(self) -> None:
-        """See ``C10dPlane``."""
-        outlive_program(self._plane)
+        """See ``C10dBackend``."""
+        outlive_program(self._backend)
 
     def _sum(self, flat: Tensor, check: Check) -> None:
         pieces = torch.split(flat, self._piece_numbers or flat.numel())
@@ -85,25 +85,25 @@ class NarrowPlane:
         sent = piece.new_zeros((self._size, length), dtype=self._dtype)
         sent.view(-1)[: piece.numel()] = piece
         received = torch.empty_like(sent)
-        return received, self._plane.start_all_to_all(received.view(torch.uint8), sent.view(torch.uint8))
+        return received, self._backend.start_all_to_all(received.view(torch.uint8), sent.view(torch.uint8))
 
     def _start_gather(self, own: Tensor) -> tuple[Tensor, Wait]:
         """Return where every rank's numbers arrive, one row for each."""
         rows = own.new_empty((self._size, own.numel()))
-        return rows, self._plane.start_all_gather(list(rows.view(torch.uint8)), own.view(torch.uint8))
+        return rows, self._backend.start_all_gather(list(rows.view(torch.uint8)), own.view(torch.uint8))
 
 
-def compressed(plane: C10dPlane, size: int, compression: str | PowerSGD | None) -> DataPlane:
+def compressed(backend: C10dBackend, size: int, compression: str | PowerSGD | None) -> DataBackend:
     """Return what carries sums of gradients over a network.
 
     Args:
-        plane: carries bytes over the network.
+        backend: carries bytes over the network.
         size: number of ranks.
         compression: the choice of ``CommunicationOptions``.
 
     Returns:
-        A plane that rounds to 16 bits, or ``plane`` itself: ``PowerSGD`` makes smaller what planes get.
+        A backend that rounds to 16 bits, or ``backend`` itself: ``PowerSGD`` makes smaller what backends get.
     """
     if not isinstance(compression, str):
-        return plane
-    return NarrowPlane(plane, size, compression, 0 if isinstance(plane, NcclPlane) else _GLOO_PIECE_NUMBERS)
+        return backend
+    return NarrowBackend(backend, size, compression, 0 if isinstance(backend, NcclBackend) else _GLOO_PIECE_NUMBERS)

@@ -87,16 +87,16 @@ def join(
     }
     if runtime is not None:
         description["XLA"] = runtime.name
-    meeting = meet(job, description, options.deadline_seconds)
+    rendezvous = meet(job, description, options.deadline_seconds)
     if own[0].type == "cuda":
         torch.cuda.set_device(own[0])
     hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
     try:
         workers = WorkerGroup(
-            meeting, own[0].type, options, hierarchical=hierarchical, runtime=runtime, num_local=len(own)
+            rendezvous, own[0].type, options, hierarchical=hierarchical, runtime=runtime, num_local=len(own)
         )
     except DistError as error:
-        raise_lost_store(job, meeting.watch, error)
+        raise_lost_store(job, rendezvous.watch, error)
     brought = workers.exchange(f"joining the {strategy}", [str(device) for device in own])
     kinds = [[device.split(":")[0] for device in row] for row in brought]
     if any(row != kinds[0] for row in kinds):

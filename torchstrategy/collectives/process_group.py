@@ -1,4 +1,4 @@
-"""Collectives between processes: tensors whose records have been compared. They travel over planes of ``routes``.
+"""Collectives between processes: tensors whose records have been compared. They travel over backends of ``routes``.
 
 The user's default process group is neither needed nor touched.
 """
@@ -17,19 +17,19 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.base.options import CommunicationOptions
+from torchstrategy.collectives.backends import SumBackend, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.data_planes import SumPlane, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.packing import as_bytes, group_by_layout, pack, plan_buckets, unpack, unpack_copies
 from torchstrategy.collectives.record_group import RecordGroup, check_equal
-from torchstrategy.collectives.rendezvous import Meeting
+from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.collectives.routes import (
+    backends_during_backward,
     choose_implementation,
     make_routes,
-    planes_during_backward,
     usable_compression,
     wants_overlap,
 )
-from torchstrategy.collectives.shared_memory import SharedMemoryPlane
+from torchstrategy.collectives.shared_memory import SharedMemoryBackend
 from torchstrategy.collectives.summing import as_addable, copy_out, is_addable, sum_columns
 from torchstrategy.errors import InvalidArgumentError
 
@@ -50,7 +50,7 @@ class WorkerGroup(RecordGroup):
     """The processes of one strategy, seen from one of them.
 
     Args:
-        meeting: the processes.
+        rendezvous: the processes.
         device_type: of the replicas; ``"cuda"`` lets ``AUTO`` take NCCL.
         options: implementation and timeout.
         hierarchical: whether processes of one host share memory for tensors on the CPU, also if ``RING`` is asked
@@ -67,7 +67,7 @@ class WorkerGroup(RecordGroup):
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         device_type: str,
         options: CommunicationOptions,
         *,
@@ -77,7 +77,7 @@ class WorkerGroup(RecordGroup):
     ) -> None:
         self.implementation = choose_implementation(options.implementation, device_type)
         timeout_s = options.deadline_seconds or _DEFAULT_TIMEOUT_S
-        super().__init__(meeting, _CONNECTING, timeout_s)
+        super().__init__(rendezvous, _CONNECTING, timeout_s)
         # Our own deadline comes first: it can say who did not arrive. gloo's must follow soon, because the process
         # can't end while gloo waits.
         timeout = timedelta(seconds=timeout_s + _GRACE_S)
@@ -91,17 +91,17 @@ class WorkerGroup(RecordGroup):
             timeout=timeout,
             hierarchical=hierarchical,
         )
-        self.routes = self.gradient_routes = make(meeting)
+        self.routes = self.gradient_routes = make(rendezvous)
         #: How sums of gradients become smaller; ``None`` if they don't.
         self.compression = usable_compression(options.gradient_compression, self.routes, device_type)
-        # The ranks make the next planes together; that they bring devices of the same kinds is not known yet.
+        # The ranks make the next backends together; that they bring devices of the same kinds is not known yet.
         overlaps = runtime is None and wants_overlap(options.overlap, self.compression, self.routes)
         overlaps = overlaps and all(brought == [1, device_type] for brought in exchange([num_local, device_type]))
-        overlaps = overlaps and device_type in planes_during_backward(self.routes)
+        overlaps = overlaps and device_type in backends_during_backward(self.routes)
         if isinstance(self.compression, str) or overlaps:
-            own = meeting._replace(store=PrefixStore("gradients", meeting.store))
+            own = rendezvous._replace(store=PrefixStore("gradients", rendezvous.store))
             self.gradient_routes = make(own, compression=self.compression)
-        self._early = planes_during_backward(self.gradient_routes) if overlaps else {}
+        self._early = backends_during_backward(self.gradient_routes) if overlaps else {}
         if options.overlap and device_type not in self._early:
             warning_once(
                 "Sums of gradients don't begin during `backward`: overlap=True has an effect with one replica in each "
@@ -193,8 +193,8 @@ class WorkerGroup(RecordGroup):
         padded[: tensor.numel()] = tensor.reshape(-1)
         outputs = [torch.empty_like(padded) for _ in range(self.size)]
         own = as_bytes(padded)
-        plane = self.routes.plane_of(own)
-        self._finish(plane.start_all_gather([as_bytes(out) for out in outputs], own), operation, plane, own.nbytes)
+        backend = self.routes.backend_of(own)
+        self._finish(backend.start_all_gather([as_bytes(out) for out in outputs], own), operation, backend, own.nbytes)
         return [out[: shape.numel()].view(shape) for out, shape in zip(outputs, shapes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
@@ -210,8 +210,8 @@ class WorkerGroup(RecordGroup):
             if flat.numel() == 0:
                 continue
             own = as_bytes(flat)
-            plane = self.routes.plane_of(own)
-            self._finish(plane.start_broadcast(own), operation, plane, own.nbytes)
+            backend = self.routes.backend_of(own)
+            self._finish(backend.start_broadcast(own), operation, backend, own.nbytes)
             with torch.no_grad():
                 for tensor, value in zip(members, unpack(flat, members), strict=True):
                     tensor.copy_(value)
@@ -222,29 +222,29 @@ class WorkerGroup(RecordGroup):
         Returns:
             A function that waits for the end; errors as in ``exchange``.
         """
-        return self._start_sum(self.routes.plane_of(tensor), tensor, operation)
+        return self._start_sum(self.routes.backend_of(tensor), tensor, operation)
 
     def start_gradient_sum(self, tensor: Tensor, operation: str) -> Callable[[], None]:
         """Do as ``start_sum`` over the ways of gradients, on which they may become smaller."""
-        return self._start_sum(self.gradient_routes.plane_of(tensor), tensor, operation)
+        return self._start_sum(self.gradient_routes.backend_of(tensor), tensor, operation)
 
     def sums_in_place(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether gradients of one dtype and device need no bucket that stays; the same on all ranks."""
         routes = self.gradient_routes
         is_small = sum([tensor.nbytes for tensor in tensors]) <= routes.small_bytes
         is_on_host = tensors[0].is_cpu and "cpu" not in routes.accelerators  # which stand-ins of accelerators are
-        return is_on_host and (is_small or isinstance(routes.large, SharedMemoryPlane))
+        return is_on_host and (is_small or isinstance(routes.large, SharedMemoryBackend))
 
     def sum_in_place(self, tensors: Sequence[Tensor], operation: str) -> None:
         """Replace such contiguous gradients by their sums over ranks; the caller has checked that the ranks agree."""
         num_bytes = sum([tensor.nbytes for tensor in tensors])
-        plane = self.gradient_routes.host_plane_of(num_bytes)
-        if isinstance(plane, SharedMemoryPlane):
-            self._finish(plane.start_sum_of(tensors), operation, plane, num_bytes)
+        backend = self.gradient_routes.host_backend_of(num_bytes)
+        if isinstance(backend, SharedMemoryBackend):
+            self._finish(backend.start_sum_of(tensors), operation, backend, num_bytes)
             return
         numbers = as_addable(tensors)
         flat = torch.cat(numbers)
-        self._finish(plane.start_sum(flat), operation, plane, num_bytes)
+        self._finish(backend.start_sum(flat), operation, backend, num_bytes)
         copy_out(flat, numbers)
 
     @property
@@ -257,21 +257,21 @@ class WorkerGroup(RecordGroup):
 
         No other sum of gradients may start before all early ones have been waited for, in their order.
         """
-        plane = self._early[tensor.device.type]
+        backend = self._early[tensor.device.type]
         try:
-            return self._start_sum(plane, tensor, operation)
+            return self._start_sum(backend, tensor, operation)
         except RuntimeError as error:  # a lost rank; it is told where the sum is waited for, not in `backward`
             return functools.partial(
-                self._finish, functools.partial(_raise_broken, str(error)), operation, plane, tensor.nbytes
+                self._finish, functools.partial(_raise_broken, str(error)), operation, backend, tensor.nbytes
             )
 
     def leave_early_sums(self) -> None:
         """Let the program end although early sums are under way, which other ranks may never join."""
-        for plane in self._early.values():
-            outlive_program(plane)
+        for backend in self._early.values():
+            outlive_program(backend)
 
-    def _start_sum(self, plane: SumPlane, tensor: Tensor, operation: str) -> Callable[[], None]:
-        return functools.partial(self._finish, plane.start_sum(tensor), operation, plane, tensor.nbytes)
+    def _start_sum(self, backend: SumBackend, tensor: Tensor, operation: str) -> Callable[[], None]:
+        return functools.partial(self._finish, backend.start_sum(tensor), operation, backend, tensor.nbytes)
 
     def _with_record(self, tensors: Sequence[Tensor], groups: Sequence[tuple[torch.dtype, list[int]]]) -> bytes | None:
         """Return the bytes of tensors that are small enough to travel with the record; ``None`` if they are not."""
@@ -282,8 +282,8 @@ class WorkerGroup(RecordGroup):
             return None
         return b"".join(to_bytes(tensors[i]) for _, indices in groups for i in indices)
 
-    def _finish(self, wait: Wait, operation: str, plane: SumPlane, num_bytes: int) -> None:
-        with label("move", operation, num_bytes, "bytes by", route_of(plane)):
+    def _finish(self, wait: Wait, operation: str, backend: SumBackend, num_bytes: int) -> None:
+        with label("move", operation, num_bytes, "bytes by", route_of(backend)):
             self._guarded(operation, wait)
 
 

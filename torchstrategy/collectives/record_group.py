@@ -24,7 +24,7 @@ from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.failures import describe
 from torchstrategy.collectives.records import connect_records
-from torchstrategy.collectives.rendezvous import Meeting
+from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.errors import (
     DeadlineExceededError,
     DisagreementError,
@@ -45,7 +45,7 @@ class RecordGroup:
     """The processes of one strategy as they exchange records, seen from one of them.
 
     Args:
-        meeting: the processes.
+        rendezvous: the processes.
         operation: what they are connected for, as an error message should call it.
         timeout_s: seconds in which all ranks must arrive in an operation.
 
@@ -54,10 +54,10 @@ class RecordGroup:
         DeadlineExceededError: not all ranks arrived in time.
     """
 
-    def __init__(self, meeting: Meeting, operation: str, timeout_s: float) -> None:
-        self.rank = meeting.rank
-        self.size = meeting.size
-        self.watch = meeting.watch
+    def __init__(self, rendezvous: Rendezvous, operation: str, timeout_s: float) -> None:
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.watch = rendezvous.watch
         self._timeout_s = timeout_s
         self._sequence = 0
         self._started: Callable[[], list[Any]] | None = None
@@ -66,11 +66,11 @@ class RecordGroup:
         self._process = os.getpid()
         #: The names of the program's threads that have made collectives.
         self._threads: set[str] = set()
-        store = PrefixStore("records", meeting.store)
+        store = PrefixStore("records", rendezvous.store)
         check = self._checker(operation)
         try:
             self._records = connect_records(
-                store, meeting.host, self.rank, self.size, meeting.hosts, timeout_s, check, meeting.ask
+                store, rendezvous.host, self.rank, self.size, rendezvous.hosts, timeout_s, check, rendezvous.ask
             )
         except OSError as error:
             self._raise_lost(operation, error)

@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy.base.options import register_implementation_name
-from torchstrategy.collectives.data_planes import C10dPlane, DataPlane
+from torchstrategy.collectives.backends import C10dBackend, DataBackend
 
-__all__ = ["Factory", "make_registered_plane", "register_communication"]
+__all__ = ["Factory", "make_registered_backend", "register_communication"]
 
 Factory = Callable[[Store, int, int, timedelta], Any]
 
@@ -60,7 +60,7 @@ def register_communication(name: str, factory: Factory) -> None:
     _factories[register_implementation_name(name)] = factory
 
 
-def make_registered_plane(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> DataPlane:
+def make_registered_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> DataBackend:
     """Make a registered communication.
 
     Raises:
@@ -82,7 +82,7 @@ def make_registered_plane(name: str, store: Store, rank: int, size: int, timeout
             f"The factory of the communication {name!r} failed on rank {rank}: {type(error).__name__}: {error}"
         ) from error
     if all(callable(getattr(made, operation, None)) for operation in _C10D_OPERATIONS):
-        return C10dPlane(made, name)
+        return C10dBackend(made, name)
     lacking = [operation for operation in _OPERATIONS if not callable(getattr(made, operation, None))]
     if lacking:
         raise TypeError(

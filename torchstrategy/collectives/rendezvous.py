@@ -26,7 +26,7 @@ from torchstrategy.collectives.connections import Ask, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
-__all__ = ["Meeting", "meet", "raise_lost_store"]
+__all__ = ["Rendezvous", "meet", "raise_lost_store"]
 
 _TIMEOUT_S = 300.0
 _POLL_S = 0.01
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _groups: Counter[tuple[str, int, int]] = Counter()
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """The processes that make one group, seen from one of them.
 
     Args:
@@ -69,7 +69,7 @@ class _Joined(NamedTuple):
     hosts: tuple[int, ...]
 
 
-def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = None) -> Meeting:
+def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = None) -> Rendezvous:
     """Wait until every process of the job makes its n-th group, as this one does.
 
     Args:
@@ -78,7 +78,7 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
         timeout_s: seconds to wait for the others; ``None`` means 300.
 
     Returns:
-        The meeting.
+        The rendezvous.
 
     Raises:
         RuntimeError: the store can't be reached, or this process joins a job that has already begun.
@@ -91,7 +91,7 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
     description = {"number of processes": str(job.size), **description}
     watch = None
     try:
-        store, watch, address, hosts = _join(_FirstMeeting(job, description, timeout_s))
+        store, watch, address, hosts = _join(_FirstRendezvous(job, description, timeout_s))
         _groups[key] += 1
         own = PrefixStore(f"torchstrategy/{job.attempt}/{_groups[key]}", store)
         watch.position = f"making its strategy number {_groups[key]} at {call_site()}"
@@ -99,7 +99,7 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
         ask(functools.partial(_wait_for_all, own, job, description, timeout_s, watch))
     except DistError as error:
         raise_lost_store(job, watch, error)
-    return Meeting(own, watch, job.rank, job.size, address, hosts, ask)
+    return Rendezvous(own, watch, job.rank, job.size, address, hosts, ask)
 
 
 def raise_lost_store(job: Job, watch: FailureWatch | None, error: DistError) -> NoReturn:
@@ -117,8 +117,8 @@ def raise_lost_store(job: Job, watch: FailureWatch | None, error: DistError) -> 
     ) from error
 
 
-class _FirstMeeting:
-    """A job as the key of a cache, with what only its first meeting needs."""
+class _FirstRendezvous:
+    """A job as the key of a cache, with what only its first rendezvous needs."""
 
     def __init__(self, job: Job, description: Mapping[str, str], timeout_s: float) -> None:
         self.job = job
@@ -130,19 +130,19 @@ class _FirstMeeting:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FirstMeeting) and other._key == self._key
+        return isinstance(other, _FirstRendezvous) and other._key == self._key
 
 
 @functools.cache
-def _join(meeting: _FirstMeeting) -> _Joined:
+def _join(rendezvous: _FirstRendezvous) -> _Joined:
     """Connect to the store and to the other processes, once for each job."""
-    job, timeout_s = meeting.job, meeting.timeout_s
+    job, timeout_s = rendezvous.job, rendezvous.timeout_s
     # Up to three waits of that length: for the store, for the others, for their connections.
-    return _in_time(functools.partial(_connect, meeting, threading.get_ident()), job, 3 * timeout_s)
+    return _in_time(functools.partial(_connect, rendezvous, threading.get_ident()), job, 3 * timeout_s)
 
 
-def _connect(meeting: _FirstMeeting, thread: int) -> _Joined:
-    job, timeout_s = meeting.job, meeting.timeout_s
+def _connect(rendezvous: _FirstRendezvous, thread: int) -> _Joined:
+    job, timeout_s = rendezvous.job, rendezvous.timeout_s
     store = _in_time(functools.partial(_open_store, job, timeout_s), job, timeout_s)
     own = PrefixStore(f"torchstrategy/{job.attempt}/job", store)
     if own.add(f"joined/{job.rank}", 1) > 1:
@@ -155,7 +155,7 @@ def _connect(meeting: _FirstMeeting, thread: int) -> _Joined:
     own.set(f"host/{job.rank}", json.dumps([_host_identity(), address]))
     store.set(f"torchstrategy/attempt/{job.rank}", str(job.attempt))
     try:
-        _wait_for_all(own, job, meeting.description, timeout_s)
+        _wait_for_all(own, job, rendezvous.description, timeout_s)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(f"{error}{_other_attempts(store, job)}") from None
     cards = own.multi_get([f"host/{rank}" for rank in range(job.size)])

@@ -14,34 +14,34 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.log import warning_once
 from torchstrategy.base.options import CommunicationImplementation, PowerSGD
-from torchstrategy.collectives.compression import compressed
-from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.data_planes import (
-    C10dPlane,
-    DataPlane,
-    HierarchicalPlane,
-    MessagePlane,
-    NcclPlane,
-    StagedPlane,
-    SumPlane,
-    gloo_plane,
+from torchstrategy.collectives.backends import (
+    C10dBackend,
+    DataBackend,
+    HierarchicalBackend,
+    MessageBackend,
+    NcclBackend,
+    StagedBackend,
+    SumBackend,
+    gloo_backend,
     route_of,
 )
+from torchstrategy.collectives.compression import compressed
+from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.records import MAX_MESH_SIZE, Records
-from torchstrategy.collectives.registry import make_registered_plane
-from torchstrategy.collectives.rendezvous import Meeting
-from torchstrategy.collectives.shared_memory import SharedMemoryPlane, share_memory
-from torchstrategy.collectives.threaded_plane import ThreadedPlane
-from torchstrategy.collectives.xla_plane import XlaPlane
+from torchstrategy.collectives.registry import make_registered_backend
+from torchstrategy.collectives.rendezvous import Rendezvous
+from torchstrategy.collectives.shared_memory import SharedMemoryBackend, share_memory
+from torchstrategy.collectives.threaded_backend import ThreadedBackend
+from torchstrategy.collectives.xla_backend import XlaBackend
 
 if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = [
     "Routes",
+    "backends_during_backward",
     "choose_implementation",
     "make_routes",
-    "planes_during_backward",
     "usable_compression",
     "wants_overlap",
 ]
@@ -66,7 +66,7 @@ Exchange = Callable[[Any], list[Any]]
 
 @dataclass
 class Routes:
-    """The planes of one group.
+    """The backends of one group.
 
     Args:
         small: carries CPU tensors of up to ``small_bytes``.
@@ -80,24 +80,25 @@ class Routes:
             of a way of the user's; empty if there is no such data.
     """
 
-    small: DataPlane
-    large: DataPlane
+    small: DataBackend
+    large: DataBackend
     small_bytes: int = 0
     takes_accelerators: bool = False
-    accelerators: dict[str, DataPlane] = field(default_factory=dict)
+    accelerators: dict[str, DataBackend] = field(default_factory=dict)
     with_record_bytes: int = 0
     lines: list[str] = field(default_factory=list)
     network: str = ""
 
-    def plane_of(self, tensor: Tensor) -> DataPlane:
+    def backend_of(self, tensor: Tensor) -> DataBackend:
         """Return what carries a tensor; every rank must ask for one of the same size and kind of device."""
-        plane = self.accelerators.get(tensor.device.type)
-        if plane is not None:
-            return plane
-        plane = self.host_plane_of(tensor.nbytes)
-        return plane if tensor.is_cpu or (self.takes_accelerators and plane is self.large) else StagedPlane(plane)
+        backend = self.accelerators.get(tensor.device.type)
+        if backend is not None:
+            return backend
+        backend = self.host_backend_of(tensor.nbytes)
+        takes_it = tensor.is_cpu or (self.takes_accelerators and backend is self.large)
+        return backend if takes_it else StagedBackend(backend)
 
-    def host_plane_of(self, num_bytes: int) -> DataPlane:
+    def host_backend_of(self, num_bytes: int) -> DataBackend:
         """Return what carries a tensor of so many bytes once it is on the CPU."""
         return self.small if num_bytes <= self.small_bytes else self.large
 
@@ -118,7 +119,7 @@ class Routes:
         places = exchange([runtime.connects_processes, runtime.ordinal])
         if all(is_connected for is_connected, _ in places):
             ordinals = [ordinal for _, ordinal in places]
-            self.accelerators[runtime.device.type] = XlaPlane(runtime, ordinals, agree, self.host_plane_of)
+            self.accelerators[runtime.device.type] = XlaBackend(runtime, ordinals, agree, self.host_backend_of)
             self.lines.insert(0, "tensors on XLA devices by XLA's collectives")
         else:
             self.lines.insert(0, f"tensors on XLA's virtual {runtime.hardware} devices through the CPU")
@@ -148,7 +149,7 @@ def choose_implementation(
 
 def make_routes(
     implementation: CommunicationImplementation | str,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     records: Records,
     exchange: Exchange,
     check: Check,
@@ -157,11 +158,11 @@ def make_routes(
     hierarchical: bool | None,
     compression: str | PowerSGD | None = None,
 ) -> Routes:
-    """Make the planes of a group; every rank calls this with the same arguments.
+    """Make the backends of a group; every rank calls this with the same arguments.
 
     Args:
         implementation: as ``choose_implementation`` returns it.
-        meeting: the processes.
+        rendezvous: the processes.
         records: their connections.
         exchange: gives every rank every rank's payload.
         check: called while waiting; may raise to end the wait.
@@ -172,11 +173,11 @@ def make_routes(
     Returns:
         The routes.
     """
-    store, rank, size, hosts = meeting.store, meeting.rank, meeting.size, meeting.hosts
+    store, rank, size, hosts = rendezvous.store, rendezvous.rank, rendezvous.size, rendezvous.hosts
     if isinstance(implementation, str):
-        plane = _make_registered(implementation, meeting, exchange, timeout)
+        backend = _make_registered(implementation, rendezvous, exchange, timeout)
         lines = [f"all tensors over {implementation!r}"]
-        return Routes(plane, plane, takes_accelerators=True, lines=lines, network=repr(implementation))
+        return Routes(backend, backend, takes_accelerators=True, lines=lines, network=repr(implementation))
     is_ring = implementation is CommunicationImplementation.RING
     if hierarchical is None:
         hierarchical = not is_ring
@@ -185,33 +186,33 @@ def make_routes(
         if shared and rank == 0:
             warning_once(f"The processes of a host can't share memory, so gloo carries their tensors. ({shared})")
         own = PrefixStore("data", store)
-        gloo = meeting.ask(functools.partial(gloo_plane, own, rank, size, timeout, meeting.host))
+        gloo = rendezvous.ask(functools.partial(gloo_backend, own, rank, size, timeout, rendezvous.host))
         large = compressed(gloo, size, compression)
         lines = [f"tensors over {route_of(large)}"]
         routes = Routes(large, large, takes_accelerators=large is gloo, lines=lines, network="gloo")
     else:
-        routes = _over_shared_memory(shared, meeting, timeout, compression)
+        routes = _over_shared_memory(shared, rendezvous, timeout, compression)
     if not is_ring and not isinstance(compression, str):  # how a number is rounded must not depend on its bucket
         # A tree of ranks passes a message on several times, together with those of the others.
         limit = _MESSAGE_BYTES if size <= MAX_MESH_SIZE else _MESSAGE_BYTES // size
-        routes.small, routes.small_bytes, routes.with_record_bytes = MessagePlane(records), limit, limit
+        routes.small, routes.small_bytes, routes.with_record_bytes = MessageBackend(records), limit, limit
         routes.lines.insert(0, f"up to {limit:,} bytes in messages")
     if implementation is CommunicationImplementation.NCCL:
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
         group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
-        plane = compressed(NcclPlane(group, "NCCL"), size, compression)
-        routes.accelerators["cuda"], routes.network = plane, "NCCL"
-        routes.lines.insert(0, f"tensors on GPUs over {route_of(plane)}")
+        backend = compressed(NcclBackend(group, "NCCL"), size, compression)
+        routes.accelerators["cuda"], routes.network = backend, "NCCL"
+        routes.lines.insert(0, f"tensors on GPUs over {route_of(backend)}")
     return routes
 
 
-def _make_registered(name: str, meeting: Meeting, exchange: Exchange, timeout: timedelta) -> DataPlane:
+def _make_registered(name: str, rendezvous: Rendezvous, exchange: Exchange, timeout: timedelta) -> DataBackend:
     """Make a registered communication on all ranks or on none."""
     own_error: Exception | None = None
     try:
-        store = PrefixStore(f"data/{name}", meeting.store)
-        plane = make_registered_plane(name, store, meeting.rank, meeting.size, timeout)
+        store = PrefixStore(f"data/{name}", rendezvous.store)
+        backend = make_registered_backend(name, store, rendezvous.rank, rendezvous.size, timeout)
     except (ValueError, RuntimeError, TypeError) as error:
         own_error = error
     errors = exchange("" if own_error is None else str(own_error))
@@ -220,7 +221,7 @@ def _make_registered(name: str, meeting: Meeting, exchange: Exchange, timeout: t
     for rank, text in enumerate(errors):
         if text:
             raise RuntimeError(f"Rank {rank} could not make the communication {name!r}: {text}")
-    return plane
+    return backend
 
 
 def usable_compression(asked: str | PowerSGD | None, routes: Routes, device_type: str) -> str | PowerSGD | None:
@@ -258,32 +259,34 @@ def wants_overlap(asked: bool | None, compression: str | PowerSGD | None, routes
     return bool(routes.network) if asked is None else asked
 
 
-def planes_during_backward(routes: Routes) -> dict[str, SumPlane]:
+def backends_during_backward(routes: Routes) -> dict[str, SumBackend]:
     """Return what carries sums while the program computes, by type of device.
 
     Args:
         routes: of gradients only, because their order against that of other collectives is free.
     """
-    works_alone = isinstance(routes.large, C10dPlane)
-    planes: dict[str, SumPlane] = {"cpu": routes.large if works_alone else ThreadedPlane(routes.large)}
-    if isinstance(routes.accelerators.get("cuda"), C10dPlane):
-        planes["cuda"] = routes.accelerators["cuda"]
-    return planes
+    works_alone = isinstance(routes.large, C10dBackend)
+    backends: dict[str, SumBackend] = {"cpu": routes.large if works_alone else ThreadedBackend(routes.large)}
+    if isinstance(routes.accelerators.get("cuda"), C10dBackend):
+        backends["cuda"] = routes.accelerators["cuda"]
+    return backends
 
 
 def _over_shared_memory(
-    local: SharedMemoryPlane | None, meeting: Meeting, timeout: timedelta, compression: str | PowerSGD | None
+    local: SharedMemoryBackend | None, rendezvous: Rendezvous, timeout: timedelta, compression: str | PowerSGD | None
 ) -> Routes:
-    hosts = meeting.hosts
+    hosts = rendezvous.hosts
     num_hosts = len(set(hosts))
     if num_hosts == 1 and local is not None:
         return Routes(local, local, lines=["tensors through shared memory"])
-    leaders: DataPlane | None = None
-    if hosts.index(hosts[meeting.rank]) == meeting.rank:
-        store = PrefixStore("leaders", meeting.store)
-        gloo = meeting.ask(functools.partial(gloo_plane, store, hosts[meeting.rank], num_hosts, timeout, meeting.host))
+    leaders: DataBackend | None = None
+    if hosts.index(hosts[rendezvous.rank]) == rendezvous.rank:
+        store = PrefixStore("leaders", rendezvous.store)
+        gloo = rendezvous.ask(
+            functools.partial(gloo_backend, store, hosts[rendezvous.rank], num_hosts, timeout, rendezvous.host)
+        )
         leaders = compressed(gloo, num_hosts, compression)
-    plane = HierarchicalPlane(hosts, meeting.rank, local, leaders)
+    backend = HierarchicalBackend(hosts, rendezvous.rank, local, leaders)
     way = f"gloo as {compression}" if isinstance(compression, str) else "gloo"
     lines = [f"tensors through shared memory in each of {num_hosts} hosts and over {way} between them"]
-    return Routes(plane, plane, lines=lines, network="gloo")
+    return Routes(backend, backend, lines=lines, network="gloo")

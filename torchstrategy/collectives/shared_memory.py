@@ -38,7 +38,7 @@ from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import Channel, Check, connect_ranks
 from torchstrategy.collectives.summing import Chunk, as_addable, copy_in, copy_out, divide, sum_in_order
 
-__all__ = ["SharedMemoryPlane", "share_memory"]
+__all__ = ["SharedMemoryBackend", "share_memory"]
 
 _NUM_SLOTS = 3
 _AHEAD = 2  # chunks that are in the memory before the first one is added up
@@ -53,7 +53,7 @@ _SET_UP_S = 30.0
 Wait = Callable[[Check], None]
 
 
-class SharedMemoryPlane:
+class SharedMemoryBackend:
     """Collectives between some processes of one host; tensors are on the CPU.
 
     Operations are carried out when their end is waited for, in the order in which they were started.
@@ -87,7 +87,7 @@ class SharedMemoryPlane:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         return self.start_sum_of([tensor])
 
     def start_sum_of(self, tensors: Sequence[Tensor]) -> Wait:
@@ -95,11 +95,11 @@ class SharedMemoryPlane:
         return self._start(functools.partial(self._sum, as_addable(tensors)))
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         return self._start(functools.partial(self._gather, list(outputs), tensor))
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         return self._start(functools.partial(self._broadcast, tensor))
 
     def _start(self, job: Wait) -> Wait:
@@ -269,7 +269,7 @@ def _num_areas(size: int) -> int:
 
 def share_memory(
     exchange: Callable[[Any], list[Any]], rank: int, hosts: Sequence[int], check: Check
-) -> SharedMemoryPlane | str | None:
+) -> SharedMemoryBackend | str | None:
     """Set up shared memory between the ranks of each host; every rank of the group calls this.
 
     Args:
@@ -279,11 +279,11 @@ def share_memory(
         check: called while waiting; may raise to end the wait.
 
     Returns:
-        The plane; ``None`` if this rank is alone on its host; why it can't be had, if it can't on some rank.
+        The backend; ``None`` if this rank is alone on its host; why it can't be had, if it can't on some rank.
     """
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     index = local.index(rank)
-    listener, descriptor, plane = None, None, None
+    listener, descriptor, backend = None, None, None
     card: list[str] = ["", "", ""]
     try:
         try:
@@ -297,10 +297,10 @@ def share_memory(
             return reason
         problem = ""
         try:
-            plane = _connect(listener, [cards[other] for other in local], index, descriptor, check)
+            backend = _connect(listener, [cards[other] for other in local], index, descriptor, check)
         except OSError as error:
             problem = str(error)
-        return _reasons(exchange(problem)) or plane
+        return _reasons(exchange(problem)) or backend
     finally:
         if listener is not None:
             listener.close()
@@ -332,7 +332,7 @@ def _allocate(size: int) -> int:
 
 def _connect(
     listener: socket.socket, cards: Sequence[Sequence[str]], index: int, descriptor: int | None, check: Check
-) -> SharedMemoryPlane | None:
+) -> SharedMemoryBackend | None:
     """Connect to the other ranks of this host and share the first one's memory; ``None`` if there are no others."""
     if len(cards) == 1:
         return None
@@ -345,7 +345,7 @@ def _connect(
         for channel in channels.values():
             channel.close()
         raise
-    return SharedMemoryPlane(memory, {other: channel.socket for other, channel in channels.items()}, index)
+    return SharedMemoryBackend(memory, {other: channel.socket for other, channel in channels.items()}, index)
 
 
 def _share(channels: Mapping[int, Channel], descriptor: int | None, check: Check) -> mmap.mmap:

@@ -47,7 +47,7 @@ where ranks have written unequally often 20 times without a difference, the next
 with one replica in a process. After a step all ranks expect the optimizer that came next the last time, and bring its
 gradients in the same buckets of 4 MiB, in the order in which they were complete on rank 0. A hook counts backward
 passes; when a bucket's parameters have had as many as before their last step, its gradients are copied and the sum of
-the copies starts, on planes of its own, so that its order against the program's collectives is free. Gloo and NCCL
+the copies starts, on backends of its own, so that its order against the program's collectives is free. Gloo and NCCL
 work by themselves; shared memory and two levels get a thread. The record at the step, which is exchanged anyway,
 tells how many buckets each rank has started and which copies are stale there. All start what one has started, wait,
 take what is good everywhere, and sum the rest as ever. So a wrong guess costs time and no number: accumulation, a
@@ -88,10 +88,10 @@ the same bits. ``torch.nn.SyncBatchNorm`` is served by replacing its ``forward``
 several replicas: a change of class when it is made would miss layers that are copied, unpickled or converted outside
 the scope, and they would normalise by themselves without a word.
 
-**Compression** is for what leaves a host. In 16 bits it is a data plane around another one
+**Compression** is for what leaves a host. In 16 bits it is a backend around another one
 (``collectives/compression.py``), so buckets, early sums and two levels know nothing of it. Ranks exchange parts, add
 in ``float32``, and give the sums to all; adding 16-bit numbers hop by hop, as a ring does, would round once for each
-rank. Buckets of every size take that plane, or a number's rounding would depend on the bucket it is in. PowerSGD sees
+rank. Buckets of every size take that backend, or a number's rounding would depend on the bucket it is in. PowerSGD sees
 matrices and remembers, so it stands where gradients are still apart (``gradients/power_sgd.py``). Everything in it is
 linear in the sum of the processes' matrices up to what all compute alike; therefore its result does not depend on how
 the batch is divided. Its memory belongs to a parameter, not to an optimizer's layout: layers may be frozen or added.

@@ -130,7 +130,7 @@ class ReplicaGradients:
             None if shares is None else shares.step,
             is_fresh,
             uses_applied,
-            None if self._hosting.visits is not None else optimizer,  # one copy steps for all
+            None if self._hosting.run_hooks is not None else optimizer,  # one copy steps for all
         )
 
     def before_backward(self, context: Any, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:

@@ -92,7 +92,7 @@ class HostMemory:
         with _plainly():
             self._host(missing)
 
-    def arrive(self) -> None:
+    def enter(self) -> None:
         """Let the replicas' tensors be what they compute on; called when a run starts or goes on."""
         with _plainly():
             self._release_replaced()
@@ -113,7 +113,7 @@ class HostMemory:
             for body in bodies(optimizer)[1:]:
                 body.state.clear()  # the host has it
 
-    def depart(self) -> None:
+    def leave(self) -> None:
         """Let the user's tensors be the host's; called when a run ends or a merge function starts."""
         self._is_inside = False
         with _plainly():

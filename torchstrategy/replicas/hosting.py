@@ -28,13 +28,13 @@ from torchstrategy.replicas.runner import MergeRequest
 __all__ = ["DirectHosting", "Hosting", "one_thread", "take_initial_values", "take_new"]
 
 
-class Visits(Protocol):
+class RunHooks(Protocol):
     """What wants to know when the replicas' tensors are in use: they may stand elsewhere outside ``run``."""
 
-    def arrive(self) -> None:
+    def enter(self) -> None:
         """Prepare for replica functions, which start or go on."""
 
-    def depart(self) -> None:
+    def leave(self) -> None:
         """Clean up after them; what follows is in cross-replica context."""
 
 
@@ -42,7 +42,7 @@ class Hosting(Protocol):
     """What a strategy needs of the place where its replicas run."""
 
     #: What is told of the beginning and end of runs, if anything.
-    visits: Visits | None
+    run_hooks: RunHooks | None
 
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` for each local replica and return the results."""
@@ -94,7 +94,7 @@ class DirectHosting(Hosting):
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
         self._lock = threading.RLock()
-        self.visits = None
+        self.run_hooks = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -109,33 +109,33 @@ class DirectHosting(Hosting):
             self._streams.seed_accelerators()
             self._streams.begin()
             self._streams.enter(0)
-        if self.visits is not None:
-            self.visits.arrive()
+        if self.run_hooks is not None:
+            self.run_hooks.enter()
         push_frame(frame)
         try:
             with on_device(self._device), label("replica", self._replica):
                 return [fn(*args, **kwargs)]
         finally:
             pop_frame(frame)
-            if self.visits is not None:
-                self.visits.depart()
+            if self.run_hooks is not None:
+                self.run_hooks.leave()
             if self._streams is not None:
                 self._streams.leave(0)
                 self._streams.end()
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
-        visits = self.visits if request.kind == "merge_call" else None  # the program's function, not ours
+        run_hooks = self.run_hooks if request.kind == "merge_call" else None  # the program's function, not ours
         frame = Frame(self._strategy, None)
         push_frame(frame)
-        if visits is not None:
-            visits.depart()
+        if run_hooks is not None:
+            run_hooks.leave()
         try:
             with label("merge", request.kind):
                 return request.fn([request.payload])[0]
         finally:
-            if visits is not None:
-                visits.arrive()
+            if run_hooks is not None:
+                run_hooks.enter()
             pop_frame(frame)
 
     @override

@@ -74,7 +74,7 @@ class ThreadedHosting(Hosting):
         self._runners: list[Runner] = []
         self._depth = 0
         self._lock = threading.RLock()
-        self.visits = None
+        self.run_hooks = None
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -151,7 +151,7 @@ class ThreadedHosting(Hosting):
             self._runners.append(Runner(len(tasks), turns, self._call_merge, concurrent=self._concurrent))
         runner = self._runners[self._depth]
         num_threads = self._cores.num_threads = torch.get_num_threads()
-        if outermost and self.visits is None:  # which sees to it that all replicas have what is written outside
+        if outermost and self.run_hooks is None:  # which sees to it that all replicas have what is written outside
             self._edits.before_run()
         self._before_functions()
         if outermost:
@@ -182,11 +182,11 @@ class ThreadedHosting(Hosting):
 
     def _end_outermost(self, seconds: float) -> None:
         """Compare the replicas after a run that took so many seconds."""
-        if self.visits is None:  # where one copy steps for all, the others' groups have no say
+        if self.run_hooks is None:  # where one copy steps for all, the others' groups have no say
             check_copies(self._set.optimizers(), self._placement.name_of)
         if self._check.active:
             self._check.end()
-        if self.visits is None:
+        if self.run_hooks is None:
             self._edits.after_run(seconds)
 
     def _compare_after_failure(self) -> None:
@@ -250,12 +250,12 @@ class ThreadedHosting(Hosting):
 
     def _before_functions(self) -> None:
         self._set.before_run()
-        if self.visits is not None:
-            self.visits.arrive()
+        if self.run_hooks is not None:
+            self.run_hooks.enter()
 
     def _after_functions(self) -> None:
-        if self.visits is not None:
-            self.visits.depart()
+        if self.run_hooks is not None:
+            self.run_hooks.leave()
         self._set.after_run()
 
     def _call(

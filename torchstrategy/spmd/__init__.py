@@ -64,7 +64,7 @@ normalisation) they are corrected.
 whenever something is read, would make the number of programs depend on what the user prints.
 
 **One process for each device** is the path of all other strategies with one replica in a process: a ``WorkerGroup``
-with its control plane and its records, and XLA as the data plane. Every collective is a program of its own: sync,
+with its control plane and its records, and XLA as the backend. Every collective is a program of its own: sync,
 agree, sum, sync. In a step's graph it would be faster, but torch_xla demands the same program on all processes that
 take part, and a graph differs as soon as shares are uneven, integer buffers take rank 0's value, or a function looks
 at its rank. It offers no hash of a pending graph by which ranks could compare. A rank that fails or reads a number

@@ -108,7 +108,7 @@ class CentralStorageStrategy(Strategy):
         self.host_updater: HostUpdater | None = None
         self._memory: HostMemory | None = None
         if not is_alone or own[0] != self.parameter_device:
-            self._memory = self.hosting.visits = HostMemory(self, self.parameter_device, check_every)
+            self._memory = self.hosting.run_hooks = HostMemory(self, self.parameter_device, check_every)
             self.host_updater = HostUpdater(self.gradients.summer, self._memory, self.num_replicas_in_sync)
         where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"
         logger.info(

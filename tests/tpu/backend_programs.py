@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.collectives.groups import no_check
 from torchstrategy.collectives.packing import pack, unpack
-from torchstrategy.collectives.xla_plane import XlaPlane
+from torchstrategy.collectives.xla_backend import XlaBackend
 
 
 class Devices:
@@ -37,19 +37,19 @@ class Devices:
         # Autograd counts devices once.
         (torch.ones((), device=self.names[0], requires_grad=True) * 1).backward()
 
-    def run(self, fn: Callable[[Any, XlaPlane], Any]) -> list[Any]:
-        """Call ``fn(runtime, plane)`` in a thread for each device; ranks count backwards: they need not be ordinals."""
+    def run(self, fn: Callable[[Any, XlaBackend], Any]) -> list[Any]:
+        """Call ``fn(runtime, backend)`` in a thread for each device; ranks count backwards, as they may."""
         with ThreadPoolExecutor(self.size) as threads:
             futures = [threads.submit(self._drive, fn, ordinal) for ordinal in range(self.size)]
             return [future.result(timeout=120) for future in reversed(futures)]
 
-    def _drive(self, fn: Callable[[Any, XlaPlane], Any], ordinal: int) -> Any:
+    def _drive(self, fn: Callable[[Any, XlaBackend], Any], ordinal: int) -> Any:
         self.native._xla_set_default_device(self.names[ordinal])
         runtime = self._make_runtime()
         ordinals = list(reversed(range(self.size)))
-        plane = XlaPlane(runtime, ordinals, self.barrier.wait, lambda _: SimpleNamespace())
+        backend = XlaBackend(runtime, ordinals, self.barrier.wait, lambda _: SimpleNamespace())
         with torch.autograd.set_multithreading_enabled(False):
-            return fn(runtime, plane)
+            return fn(runtime, backend)
 
     def _make_runtime(self) -> Any:
         from torchstrategy.xla.torch_xla_runtime import TorchXlaRuntime
@@ -80,11 +80,11 @@ def collectives(size: int) -> list[dict[str, Any]]:
     """Sums of several buckets and gathers of every dtype."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int16, torch.uint8)
 
-    def fn(runtime: Any, plane: XlaPlane) -> dict[str, Any]:
+    def fn(runtime: Any, backend: XlaBackend) -> dict[str, Any]:
         rank = rank_of(runtime, size)
         found: dict[str, Any] = {"rank": rank}
         buckets = [(torch.arange(6) + 10 * rank).to(dtype).to(runtime.device) * 1 for dtype in dtypes]
-        waits = [plane.start_sum(bucket) for bucket in buckets]
+        waits = [backend.start_sum(bucket) for bucket in buckets]
         for wait in waits:
             wait(no_check)
         for dtype, bucket in zip(dtypes, buckets, strict=True):
@@ -93,7 +93,7 @@ def collectives(size: int) -> list[dict[str, Any]]:
         for dtype in (*dtypes, torch.bool):
             own = (torch.arange(3) + rank - 1).to(dtype).to(runtime.device)
             outputs = [torch.empty_like(own) for _ in range(size)]
-            plane.start_all_gather(outputs, own)(no_check)
+            backend.start_all_gather(outputs, own)(no_check)
             found[f"gather {dtype}"] = [output.cpu().double().tolist() for output in outputs]
         return found
 
@@ -103,7 +103,7 @@ def collectives(size: int) -> list[dict[str, Any]]:
 def train(size: int, num_steps: int) -> list[dict[str, Any]]:
     """A loop whose gradients travel in two buckets."""
 
-    def fn(runtime: Any, plane: XlaPlane) -> dict[str, Any]:
+    def fn(runtime: Any, backend: XlaBackend) -> dict[str, Any]:
         rank, device = rank_of(runtime, size), runtime.device
         model, x, y = model_and_data(size)
         model = model.to(device)
@@ -114,16 +114,16 @@ def train(size: int, num_steps: int) -> list[dict[str, Any]]:
         start = counted("TransferFromDeviceTime")
         compilations = []
         for _ in range(num_steps):
-            loss = step(model, optimizer, x, y, lambda g: sum_gradients(plane, g))
+            loss = step(model, optimizer, x, y, lambda g: sum_gradients(backend, g))
             runtime.sync()
             compilations.append(runtime.num_compilations())
-        plane_reads = counted("TransferFromDeviceTime") - start
+        backend_reads = counted("TransferFromDeviceTime") - start
         runtime.sync()  # all threads have looked
         weights = [p.detach().cpu().flatten().tolist() for p in parameters]
         return {
             "weights": weights,
             "loss": float(loss),
-            "reads": plane_reads,
+            "reads": backend_reads,
             "later reads": counted("TransferFromDeviceTime") - start,
             "compilations": compilations,
         }
@@ -138,11 +138,11 @@ def counted(metric: str) -> int:
     return int(data[0]) if data else 0
 
 
-def sum_gradients(plane: XlaPlane, gradients: list[Tensor]) -> list[Tensor]:
+def sum_gradients(backend: XlaBackend, gradients: list[Tensor]) -> list[Tensor]:
     results = []
     for bucket in (gradients[:2], gradients[2:]):
         flat = pack(bucket)
-        plane.start_sum(flat)(no_check)
+        backend.start_sum(flat)(no_check)
         results += [part.clone() for part in unpack(flat, bucket)]
     return results
 

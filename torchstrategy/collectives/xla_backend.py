@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchstrategy.collectives.backends import DataBackend, StagedBackend, Wait
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.data_planes import DataPlane, StagedPlane, Wait
 
 if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime
 
-__all__ = ["XlaPlane"]
+__all__ = ["XlaBackend"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class XlaPlane:
+class XlaBackend:
     """XLA's own collectives, for tensors of any dtype on the runtime's device.
 
     Args:
         runtime: this process's device.
         ordinals: for each rank the place of its device in XLA's order.
         agree: waits until every rank is about to launch the same collective; raises if one has failed.
-        host_plane_of: returns what carries a tensor of the CPU, by its bytes.
+        host_backend_of: returns what carries a tensor of the CPU, by its bytes.
     """
 
     route = "XLA"
@@ -42,7 +42,7 @@ class XlaPlane:
         runtime: TpuRuntime,
         ordinals: Sequence[int],
         agree: Callable[[], object],
-        host_plane_of: Callable[[int], DataPlane],
+        host_backend_of: Callable[[int], DataBackend],
     ) -> None:
         if sorted(ordinals) != list(range(len(ordinals))):
             raise RuntimeError(
@@ -52,10 +52,10 @@ class XlaPlane:
         self._runtime = runtime
         self._ordinals = list(ordinals)
         self._agree = agree
-        self._host_plane_of = host_plane_of
+        self._host_backend_of = host_backend_of
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``; 16-bit floating-point numbers are added in ``float32`` and rounded once."""
+        """See ``DataBackend``; 16-bit floating-point numbers are added in ``float32`` and rounded once."""
         numbers = _as_numbers(tensor)
         total = numbers.float() if numbers.dtype in _NARROW else numbers
         self._begin()
@@ -66,7 +66,7 @@ class XlaPlane:
         return _look_for_failures
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``; of any dtype."""
+        """See ``DataBackend``; of any dtype."""
         numbers = _as_numbers(tensor)
         self._begin()
         rows = self._runtime.gather_over_devices(numbers)
@@ -76,8 +76,8 @@ class XlaPlane:
         return _look_for_failures
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``; of any dtype. Initial values travel so, once, through the CPU."""
-        return StagedPlane(self._host_plane_of(tensor.nbytes)).start_broadcast(tensor)
+        """See ``DataBackend``; of any dtype. Initial values travel so, once, through the CPU."""
+        return StagedBackend(self._host_backend_of(tensor.nbytes)).start_broadcast(tensor)
 
     def _begin(self) -> None:
         self._runtime.sync()  # what is traced may differ between ranks, or fail on one

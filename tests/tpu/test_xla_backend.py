@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.programs import largest_difference
-from tests.tpu import plane_programs as programs
+from tests.tpu import backend_programs as programs
 
 SIZE = 4
 

@@ -1,4 +1,4 @@
-"""Sums that go on while the caller computes, over planes that work only when they are waited for."""
+"""Sums that go on while the caller computes, over backends that work only when they are waited for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.labels import label
+from torchstrategy.collectives.backends import SumBackend, Wait, outlive_program, route_of
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.data_planes import SumPlane, Wait, outlive_program, route_of
 
-__all__ = ["ThreadedPlane"]
+__all__ = ["ThreadedBackend"]
 
 _POLL_S = 0.5
 _END_S = 2.0
@@ -24,26 +24,26 @@ _END_S = 2.0
 _Job = tuple[Tensor, "Future[None]"]
 
 
-class ThreadedPlane:
-    """Carries out a plane's sums in a thread, in the order in which they are started.
+class ThreadedBackend:
+    """Carries out a backend's sums in a thread, in the order in which they are started.
 
     The thread never decides by itself that a wait is over: whoever waits for a result does, and gives up all sums. It
     begins with the first sum, and ends when this object is dropped or the program ends. After one sum has failed, or
     the thread has ended, later ones fail where they are waited for: the ranks are no longer at the same one.
 
     Args:
-        plane: what moves the data; nobody else may use it while a sum has not been waited for.
+        backend: what moves the data; nobody else may use it while a sum has not been waited for.
     """
 
-    def __init__(self, plane: SumPlane) -> None:
-        self._plane = plane
-        self.route = f"{route_of(plane)}, during backward"
+    def __init__(self, backend: SumBackend) -> None:
+        self._backend = backend
+        self.route = f"{route_of(backend)}, during backward"
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``SumPlane``."""
+        """See ``SumBackend``."""
         if self._thread is None:
             self._begin()
         result: Future[None] = Future()
@@ -51,12 +51,12 @@ class ThreadedPlane:
         return functools.partial(self._wait, result)
 
     def outlive_program(self) -> None:
-        """See ``C10dPlane``."""
-        outlive_program(self._plane)
+        """See ``C10dBackend``."""
+        outlive_program(self._backend)
 
     def _begin(self) -> None:
         is_ready = threading.Event()
-        arguments = (self._plane, self._jobs, self._ended, is_ready)
+        arguments = (self._backend, self._jobs, self._ended, is_ready)
         thread = threading.Thread(target=_work, args=arguments, name="torchstrategy-sums", daemon=True)
         num_threads = torch.get_num_threads()
         thread.start()
@@ -82,7 +82,9 @@ class ThreadedPlane:
         return self._thread is None or not self._thread.is_alive()
 
 
-def _work(plane: SumPlane, jobs: SimpleQueue[_Job | None], ended: threading.Event, is_ready: threading.Event) -> None:
+def _work(
+    backend: SumBackend, jobs: SimpleQueue[_Job | None], ended: threading.Event, is_ready: threading.Event
+) -> None:
     torch.set_num_threads(1)  # the others compute meanwhile; and each thread would have a team of its own
     is_ready.set()
 
@@ -94,8 +96,8 @@ def _work(plane: SumPlane, jobs: SimpleQueue[_Job | None], ended: threading.Even
         tensor, result = job
         try:
             check()
-            with label("move", "in the background:", tensor.nbytes, "bytes by", route_of(plane)):
-                plane.start_sum(tensor)(check)
+            with label("move", "in the background:", tensor.nbytes, "bytes by", route_of(backend)):
+                backend.start_sum(tensor)(check)
         except BaseException as error:  # noqa: BLE001 - whoever waits gets it
             ended.set()
             result.set_exception(error)

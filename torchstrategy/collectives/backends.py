@@ -1,6 +1,6 @@
 """The ways in which the data of collectives travels between processes: gloo, NCCL, messages, levels.
 
-A plane moves bytes and adds numbers, nothing else: that the ranks agree has been checked, and errors are put into
+A backend moves bytes and adds numbers, nothing else: that the ranks agree has been checked, and errors are put into
 words by ``WorkerGroup``. Shared memory has a module of its own.
 """
 
@@ -25,16 +25,16 @@ from torchstrategy.collectives.records import Records
 from torchstrategy.collectives.summing import as_addable, sum_in_order
 
 __all__ = [
-    "C10dPlane",
-    "DataPlane",
-    "HierarchicalPlane",
-    "MessagePlane",
-    "NcclPlane",
-    "StagedPlane",
-    "SumPlane",
+    "C10dBackend",
+    "DataBackend",
+    "HierarchicalBackend",
+    "MessageBackend",
+    "NcclBackend",
+    "StagedBackend",
+    "SumBackend",
     "Wait",
     "from_bytes",
-    "gloo_plane",
+    "gloo_backend",
     "outlive_program",
     "route_of",
     "to_bytes",
@@ -50,14 +50,14 @@ _GLOO_THREADS = 4
 Wait = Callable[[Check], None]
 
 
-class SumPlane(Protocol):
-    """Sums over the ranks of a group; see ``DataPlane``."""
+class SumBackend(Protocol):
+    """Sums over the ranks of a group; see ``DataBackend``."""
 
     def start_sum(self, tensor: Tensor) -> Wait:
         """Start to replace a contiguous tensor by its sum over ranks; every rank must get the same bits."""
 
 
-class DataPlane(SumPlane, Protocol):
+class DataBackend(SumBackend, Protocol):
     """Collectives over the ranks of a group; every rank starts the same ones in the same order.
 
     Each method returns a function that waits for the end. It is given a ``check`` to call before it waits and at least
@@ -72,7 +72,7 @@ class DataPlane(SumPlane, Protocol):
         """Start to overwrite ``tensor``, of ``uint8``, with rank 0's."""
 
 
-class C10dPlane:
+class C10dBackend:
     """A process group of ``torch.distributed``, such as gloo's or one of the user's.
 
     Args:
@@ -87,7 +87,7 @@ class C10dPlane:
         self._part_bytes = part_bytes
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -97,11 +97,11 @@ class C10dPlane:
         return functools.partial(_wait_for_all, [self._wait_for(self._group.allreduce([p], options)) for p in parts])
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         return self._wait_for(self._group.allgather([list(outputs)], [tensor], AllgatherOptions()))
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._wait_for(self._group.broadcast([tensor], options))
@@ -118,7 +118,7 @@ class C10dPlane:
         return functools.partial(_wait_in_slices, work)
 
 
-def gloo_plane(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> C10dPlane:
+def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> C10dBackend:
     """Return gloo's process group over the network that the ranks have met on.
 
     Left alone gloo looks up the host's own name, which may lead to the loopback or to another network. The variable
@@ -137,10 +137,10 @@ def gloo_plane(store: Any, rank: int, size: int, timeout: timedelta, address: st
     options._devices = [create(interface=name) for name in interfaces] or [create(hostname=address)]
     options._timeout = timeout
     options._threads = _GLOO_THREADS
-    return C10dPlane(dist.ProcessGroupGloo(store, rank, size, options), "gloo", _GLOO_PART_BYTES)
+    return C10dBackend(dist.ProcessGroupGloo(store, rank, size, options), "gloo", _GLOO_PART_BYTES)
 
 
-class NcclPlane(C10dPlane):
+class NcclBackend(C10dBackend):
     """NCCL between GPUs of different processes; only the GPU waits, the calling thread goes on."""
 
     def _wait_for(self, work: Any) -> Wait:
@@ -155,20 +155,20 @@ class NcclPlane(C10dPlane):
         work.wait()  # with a time limit NCCL would block this thread, and give up for good at its end
 
 
-class _WaitingPlane(abc.ABC):
-    """A plane that does all its work when the end is waited for."""
+class _WaitingBackend(abc.ABC):
+    """A backend that does all its work when the end is waited for."""
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         (numbers,) = as_addable([tensor])
         return functools.partial(self._sum, numbers)
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         return functools.partial(self._gather, outputs, tensor)
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         return functools.partial(self._broadcast, tensor)
 
     @abc.abstractmethod
@@ -181,7 +181,7 @@ class _WaitingPlane(abc.ABC):
     def _broadcast(self, tensor: Tensor, check: Check) -> None: ...
 
 
-class MessagePlane(_WaitingPlane):
+class MessageBackend(_WaitingBackend):
     """Small tensors in messages: one hop, and every rank adds up by itself. Tensors are on the CPU.
 
     Args:
@@ -214,7 +214,7 @@ class MessagePlane(_WaitingPlane):
         return [body[len(_MARK) :] for body in bodies]
 
 
-class HierarchicalPlane(_WaitingPlane):
+class HierarchicalBackend(_WaitingBackend):
     """Collectives within each host, then between the hosts' first ranks, then back. Tensors are on the CPU.
 
     Args:
@@ -226,16 +226,16 @@ class HierarchicalPlane(_WaitingPlane):
 
     route = "shared memory and network"
 
-    def __init__(self, hosts: Sequence[int], rank: int, local: DataPlane | None, leaders: DataPlane | None) -> None:
+    def __init__(self, hosts: Sequence[int], rank: int, local: DataBackend | None, leaders: DataBackend | None) -> None:
         self._members = [[r for r, host in enumerate(hosts) if host == number] for number in range(max(hosts) + 1)]
         self._host = hosts[rank]
         self._local = local
         self._leaders = leaders
 
     def outlive_program(self) -> None:
-        """See ``C10dPlane``."""
-        for plane in (self._local, self._leaders):
-            outlive_program(plane)
+        """See ``C10dBackend``."""
+        for backend in (self._local, self._leaders):
+            outlive_program(backend)
 
     def _sum(self, numbers: Tensor, check: Check) -> None:
         if self._local is not None:
@@ -270,43 +270,43 @@ class HierarchicalPlane(_WaitingPlane):
             self._local.start_broadcast(tensor)(check)
 
 
-class StagedPlane:
-    """Carries tensors of accelerators, of any dtype, through the CPU, over a plane that knows only that.
+class StagedBackend:
+    """Carries tensors of accelerators, of any dtype, through the CPU, over a backend that knows only that.
 
     Args:
-        plane: the plane.
+        backend: the backend.
     """
 
-    def __init__(self, plane: DataPlane) -> None:
-        self._plane = plane
-        self.route = f"the CPU and {route_of(plane)}"
+    def __init__(self, backend: DataBackend) -> None:
+        self._backend = backend
+        self.route = f"the CPU and {route_of(backend)}"
 
     def start_sum(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         staged = tensor.cpu()
-        return functools.partial(_then_copy, self._plane.start_sum(staged), [tensor], [staged])
+        return functools.partial(_then_copy, self._backend.start_sum(staged), [tensor], [staged])
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         staged = [torch.empty_like(output, device="cpu") for output in outputs]
-        wait = self._plane.start_all_gather([one.view(torch.uint8) for one in staged], tensor.cpu().view(torch.uint8))
+        wait = self._backend.start_all_gather([one.view(torch.uint8) for one in staged], tensor.cpu().view(torch.uint8))
         return functools.partial(_then_copy, wait, outputs, staged)
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
-        """See ``DataPlane``."""
+        """See ``DataBackend``."""
         staged = tensor.cpu()
-        wait = self._plane.start_broadcast(staged.view(torch.uint8))
+        wait = self._backend.start_broadcast(staged.view(torch.uint8))
         return functools.partial(_then_copy, wait, [tensor], [staged])
 
 
-def route_of(plane: SumPlane) -> str:
-    """Return what traces call a plane's way."""
-    return getattr(plane, "route", type(plane).__name__)
+def route_of(backend: SumBackend) -> str:
+    """Return what traces call a backend's way."""
+    return getattr(backend, "route", type(backend).__name__)
 
 
-def outlive_program(plane: object) -> None:
-    """Let the program end while a plane's sums are under way; planes that don't mind have no such method."""
-    method = getattr(plane, "outlive_program", None)
+def outlive_program(backend: object) -> None:
+    """Let the program end while a backend's sums are under way; backends that don't mind have no such method."""
+    method = getattr(backend, "outlive_program", None)
     if method is not None:
         method()
 

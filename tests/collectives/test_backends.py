@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from tests.collectives.groups import GoneByNow, Group, no_check, on_ranks
-from torchstrategy.collectives import data_planes
-from torchstrategy.collectives.data_planes import (
-    C10dPlane,
-    HierarchicalPlane,
-    MessagePlane,
-    NcclPlane,
-    StagedPlane,
+from torchstrategy.collectives import backends as module
+from torchstrategy.collectives.backends import (
+    C10dBackend,
+    HierarchicalBackend,
+    MessageBackend,
+    NcclBackend,
+    StagedBackend,
     from_bytes,
     to_bytes,
 )
@@ -24,7 +24,7 @@ HOSTS = [(0, 0), (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 1, 1, 2, 1)]
 
 
 def gloo(store, rank, size):
-    return C10dPlane(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30)))
+    return C10dBackend(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30)))
 
 
 def make_gloo(group):
@@ -32,7 +32,7 @@ def make_gloo(group):
 
 
 def make_messages(group):
-    return [MessagePlane(records) for records in group.records]
+    return [MessageBackend(records) for records in group.records]
 
 
 def make_hierarchical(group):
@@ -43,7 +43,7 @@ def make_hierarchical(group):
         is_leader = group.hosts.index(group.hosts[rank]) == rank
         store = PrefixStore("leaders", group.store)
         leaders = gloo(store, group.hosts[rank], num_hosts) if is_leader and num_hosts > 1 else None
-        return HierarchicalPlane(group.hosts, rank, local[rank], leaders)
+        return HierarchicalBackend(group.hosts, rank, local[rank], leaders)
 
     return on_ranks(group.size, make)
 
@@ -56,44 +56,44 @@ def group(request):
 
 
 @pytest.fixture(scope="module", params=[make_gloo, make_messages, make_hierarchical])
-def planes(request, group):
+def backends(request, group):
     return request.param(group)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.uint8, torch.complex64], ids=str)
-def test_sum(planes, dtype):
+def test_sum(backends, dtype):
     def run(rank):
         tensor = torch.arange(3001).remainder(7).to(dtype) + rank
         scalar = torch.tensor(rank + 1, dtype=dtype)
-        waits = [planes[rank].start_sum(tensor), planes[rank].start_sum(scalar)]
+        waits = [backends[rank].start_sum(tensor), backends[rank].start_sum(scalar)]
         for wait in waits:
             wait(no_check)
         return tensor, scalar
 
-    size = len(planes)
+    size = len(backends)
     expected = (torch.arange(3001).remainder(7) * size + sum(range(size))).to(dtype)
     for tensor, scalar in on_ranks(size, run):
         assert torch.equal(tensor, expected)
         assert scalar == sum(range(1, size + 1))
 
 
-def test_all_gather_and_broadcast(planes):
+def test_all_gather_and_broadcast(backends):
     def run(rank):
         own = torch.full((1000,), rank + 5, dtype=torch.uint8)
-        outputs = [torch.zeros_like(own) for _ in planes]
-        planes[rank].start_all_gather(outputs, own)(no_check)
-        planes[rank].start_broadcast(own)(no_check)
+        outputs = [torch.zeros_like(own) for _ in backends]
+        backends[rank].start_all_gather(outputs, own)(no_check)
+        backends[rank].start_broadcast(own)(no_check)
         return [output.unique().tolist() for output in outputs], own.unique().tolist()
 
-    size = len(planes)
+    size = len(backends)
     assert on_ranks(size, run) == [([[rank + 5] for rank in range(size)], [5])] * size
 
 
 @pytest.mark.parametrize("make", [make_messages, make_hierarchical])
 def test_no_wait_begins_once_a_rank_has_failed(make):
     group = Group([0, 0])
-    plane = make(group)[0]
-    for start in (plane.start_sum, plane.start_broadcast):
+    backend = make(group)[0]
+    for start in (backend.start_sum, backend.start_broadcast):
         check = GoneByNow()
         with pytest.raises(TimeoutError, match="enough"):
             start(torch.ones(3, dtype=torch.uint8))(check)
@@ -104,14 +104,14 @@ def test_no_wait_begins_once_a_rank_has_failed(make):
 @pytest.mark.parametrize("other", [b'[1,"all_reduce"]', b"#too long"])
 def test_messages_out_of_step_are_found(other):
     group = Group([0, 0])
-    plane = MessagePlane(group.records[0])
+    backend = MessageBackend(group.records[0])
     tensor = torch.ones(2, dtype=torch.uint8)
 
     def run(rank):
         if rank == 1:
             return group.records[1].exchange(other, no_check)
         with pytest.raises(ConnectionError, match="lost step"):
-            plane.start_sum(tensor)(no_check)
+            backend.start_sum(tensor)(no_check)
         return tensor.tolist()
 
     assert on_ranks(2, run) == [[1, 1], [b"#\x01\x01", other]]
@@ -120,9 +120,9 @@ def test_messages_out_of_step_are_found(other):
 
 def test_waiting_for_gloo_notices_failures_and_goes_on_meanwhile():
     group = Group([0, 0])
-    planes = make_gloo(group)
+    backends = make_gloo(group)
     tensors = [torch.ones(2), torch.ones(2)]
-    wait = planes[0].start_sum(tensors[0])
+    wait = backends[0].start_sum(tensors[0])
     with pytest.raises(TimeoutError, match="enough"):
         wait(GoneByNow())
     calls = []
@@ -130,7 +130,7 @@ def test_waiting_for_gloo_notices_failures_and_goes_on_meanwhile():
     def third_time(other=[None]):  # noqa: B006 - keeps the other rank's part until it is due
         calls.append(1)
         if len(calls) == 2:
-            other[0] = planes[1].start_sum(tensors[1])
+            other[0] = backends[1].start_sum(tensors[1])
 
     wait(third_time)
     assert len(calls) == 2
@@ -144,12 +144,12 @@ def test_a_broken_process_group_is_a_connection_error():
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(ConnectionError, match="reset by peer"):
-        C10dPlane(Returning(Work())).start_sum(torch.ones(1))(no_check)
+        C10dBackend(Returning(Work())).start_sum(torch.ones(1))(no_check)
 
 
 @pytest.mark.parametrize("error", [None, "Connection reset by peer"])
 def test_what_ends_at_the_end_of_a_slice_of_waiting_has_not_timed_out(monkeypatch, error):
-    monkeypatch.setattr(data_planes, "_POLL", timedelta(seconds=0.05))
+    monkeypatch.setattr(module, "_POLL", timedelta(seconds=0.05))
 
     class Work:
         is_over = False
@@ -166,7 +166,7 @@ def test_what_ends_at_the_end_of_a_slice_of_waiting_has_not_timed_out(monkeypatc
         def is_completed(self):
             return self.is_over
 
-    wait = C10dPlane(Returning(Work())).start_sum(torch.ones(1))
+    wait = C10dBackend(Returning(Work())).start_sum(torch.ones(1))
     if error is None:
         wait(no_check)
     else:
@@ -201,11 +201,11 @@ class FakeNccl:
 
 def test_nccl_lets_only_the_stream_wait_and_ends_what_waits_for_a_lost_rank():
     group = FakeNccl()
-    plane = NcclPlane(group)
-    plane.start_sum(torch.ones(2, dtype=torch.complex64))(no_check)
+    backend = NcclBackend(group)
+    backend.start_sum(torch.ones(2, dtype=torch.complex64))(no_check)
     assert group.log == [("allreduce", (2, 2), dist.ReduceOp.SUM), "wait"]
     with pytest.raises(TimeoutError):
-        plane.start_sum(torch.ones(2))(GoneByNow())
+        backend.start_sum(torch.ones(2))(GoneByNow())
     assert group.log[-1] == "abort"
 
 
@@ -223,7 +223,7 @@ class Elsewhere:
 
 
 class Doubling:
-    """A plane of two equal ranks."""
+    """A backend of two equal ranks."""
 
     def start_sum(self, tensor):
         return lambda check: tensor.mul_(2)
@@ -233,13 +233,13 @@ class Doubling:
 
 
 def test_tensors_of_accelerators_go_through_the_cpu():
-    plane = StagedPlane(Doubling())
+    backend = StagedBackend(Doubling())
     tensor = Elsewhere([1, 2])
-    wait = plane.start_sum(tensor)
+    wait = backend.start_sum(tensor)
     assert tensor.values.tolist() == [1, 2]
     wait(no_check)
     assert tensor.values.tolist() == [2, 4]
-    plane.start_broadcast(tensor)(no_check)
+    backend.start_broadcast(tensor)(no_check)
     assert tensor.values.tolist() == [3, 5]
 
 

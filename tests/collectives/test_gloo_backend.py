@@ -1,4 +1,4 @@
-"""Gloo's plane between ranks that are threads of this process: sums in parts, and the network that carries them."""
+"""Gloo's backend between ranks that are threads of this process: sums in parts, and the network that carries them."""
 
 from datetime import timedelta
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
 from tests.collectives.groups import no_check, on_ranks
-from torchstrategy.collectives.data_planes import C10dPlane, gloo_plane
-from torchstrategy.collectives.threaded_plane import ThreadedPlane
+from torchstrategy.collectives.backends import C10dBackend, gloo_backend
+from torchstrategy.collectives.threaded_backend import ThreadedBackend
 
 TIMEOUT = timedelta(seconds=30)
 PART_BYTES = 64
@@ -27,23 +27,23 @@ class Counted:
         return self.group.allreduce(tensors, options)
 
 
-def make_planes(size):
+def make_backends(size):
     store = HashStore()
-    return on_ranks(size, lambda rank: gloo_plane(store, rank, size, TIMEOUT, "127.0.0.1"))
+    return on_ranks(size, lambda rank: gloo_backend(store, rank, size, TIMEOUT, "127.0.0.1"))
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def groups(request):
-    return [plane._group for plane in make_planes(request.param)]
+    return [backend._group for backend in make_backends(request.param)]
 
 
-def sums_of(planes, parts):
+def sums_of(backends, parts):
     def run(rank):
         tensor = parts[rank].clone()
-        planes[rank].start_sum(tensor)(no_check)
+        backends[rank].start_sum(tensor)(no_check)
         return tensor
 
-    return on_ranks(len(planes), run)
+    return on_ranks(len(backends), run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.int64, torch.uint8], ids=str)
@@ -52,10 +52,10 @@ def test_sums_in_parts_are_those_in_one(groups, shape, dtype):
     generator = torch.Generator().manual_seed(0)
     parts = [(torch.rand(shape, generator=generator, dtype=torch.float64) * 50).to(dtype) for _ in groups]
     counted = [Counted(group) for group in groups]
-    whole = sums_of([C10dPlane(group) for group in groups], parts)
+    whole = sums_of([C10dBackend(group) for group in groups], parts)
     for threaded in (False, True):
-        planes = [C10dPlane(group, part_bytes=PART_BYTES) for group in counted]
-        found = sums_of([ThreadedPlane(plane) for plane in planes] if threaded else planes, parts)
+        backends = [C10dBackend(group, part_bytes=PART_BYTES) for group in counted]
+        found = sums_of([ThreadedBackend(backend) for backend in backends] if threaded else backends, parts)
         for one in found:
             torch.testing.assert_close(one, whole[0], rtol=1e-6, atol=0)  # of three ranks the order may be another
             assert torch.equal(one, found[0])
@@ -68,15 +68,15 @@ def test_sums_in_parts_are_those_in_one(groups, shape, dtype):
 
 
 def test_parts_have_at_most_12_mib_and_are_all_under_way_at_once():
-    planes = make_planes(2)
-    for plane in planes:
-        plane._group = Counted(plane._group)
+    backends = make_backends(2)
+    for backend in backends:
+        backend._group = Counted(backend._group)
     numel = 2 * (12 << 20) // 4 + 1
     tensors = [torch.arange(numel, dtype=torch.float32).remainder_(1000) + rank for rank in range(2)]
-    waits = on_ranks(2, lambda rank: planes[rank].start_sum(tensors[rank]))
-    for plane in planes:
-        assert len(plane._group.num_bytes) == 3
-        assert max(plane._group.num_bytes) <= 12 << 20
+    waits = on_ranks(2, lambda rank: backends[rank].start_sum(tensors[rank]))
+    for backend in backends:
+        assert len(backend._group.num_bytes) == 3
+        assert max(backend._group.num_bytes) <= 12 << 20
     for wait in waits:
         wait(no_check)
     expected = torch.arange(numel, dtype=torch.float32).remainder_(1000) * 2 + 1
@@ -101,13 +101,13 @@ def test_the_interfaces_are_those_of_the_environment_or_the_ones_the_ranks_have_
 
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", noted)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
-    planes = make_planes(2)
+    backends = make_backends(2)
     assert made == devices * 2
-    for threaded in (planes, [ThreadedPlane(plane) for plane in planes]):
+    for threaded in (backends, [ThreadedBackend(backend) for backend in backends]):
         assert all(found.tolist() == [3.0] for found in sums_of(threaded, [torch.ones(1), torch.full((1,), 2.0)]))
 
 
 def test_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
     with pytest.raises(RuntimeError, match="nowhere7"):
-        gloo_plane(PrefixStore("none", HashStore()), 0, 1, TIMEOUT, "127.0.0.1")
+        gloo_backend(PrefixStore("none", HashStore()), 0, 1, TIMEOUT, "127.0.0.1")
