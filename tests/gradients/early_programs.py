@@ -210,7 +210,7 @@ def new_optimizers(implementation: str) -> tuple[list[float], list[float], int]:
             numbers += plain(job)
             gc.collect()
         results.append(numbers)
-    return results[0], results[1], len(job.early._schedules)
+    return results[0], results[1], len(job.early._plans)
 
 
 def forks(job: Job) -> list[float]:

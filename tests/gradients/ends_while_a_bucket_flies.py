@@ -27,7 +27,7 @@ def main(implementation: str, compression: str, hosts: str) -> None:
 
     for i, x in job.batches():
         job.run(step, x, i == 7)
-    if job.early._flight.num_started != (0 if job.rank else 3):
+    if job.early._opened.num_started != (0 if job.rank else 3):
         raise SystemExit("no sum was under way")
     own = Path("first_rank")
     if job.rank == 0:

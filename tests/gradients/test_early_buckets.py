@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from torchstrategy.gradients.early_buckets import Schedule
+from torchstrategy.gradients.early_buckets import EarlyPlan
 from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.plan import Plans
 
-LEDGER = GradientLedger(1)
+LEDGER, PLANS = GradientLedger(1), Plans()
 
 
 def watched(parameters):
@@ -34,17 +35,17 @@ def parameters():
 
 
 @pytest.fixture
-def schedule(parameters):
-    schedule = Schedule(1, parameters, {"cpu"}, LEDGER)
+def plan(parameters):
+    plan = EarlyPlan(PLANS.of(parameters), parameters, {"cpu"}, LEDGER)
     for _ in range(2):
-        schedule.note_sum(range(len(parameters)))
-    schedule.plan_buckets([2, 1, 0], 1 << 20)
-    return schedule
+        plan.note_sum(range(len(parameters)))
+    plan.plan_buckets([2, 1, 0], 1 << 20)
+    return plan
 
 
 @pytest.fixture
-def bucket(schedule):
-    (bucket,) = schedule.open_buckets({})
+def bucket(plan):
+    (bucket,) = plan.open_buckets({})
     return bucket
 
 
@@ -118,31 +119,31 @@ def test_the_gradients_of_a_model_that_was_dropped(bucket, parameters):
     assert bucket.copy_any().tolist() == [0] * 9
 
 
-def test_missing_passes(schedule, parameters):
-    schedule.expected = [2, 1, 1]
-    (bucket,) = schedule.open_buckets({id(parameters[0]): 1, id(parameters[2]): 1})
+def test_missing_passes(plan, parameters):
+    plan.expected = [2, 1, 1]
+    (bucket,) = plan.open_buckets({id(parameters[0]): 1, id(parameters[2]): 1})
     assert bucket.missing == 2
 
 
 @pytest.mark.parametrize("device_types", [{"cpu"}, {"cuda"}])
 def test_the_first_plan_comes_at_the_second_sum_on_every_rank(device_types, parameters):
-    schedule = Schedule(1, parameters, device_types, LEDGER)
-    assert [schedule.note_sum([0, 1]) for _ in range(2)] == [False, True]
-    schedule.plan_buckets([0, 1, 2], 1 << 20)
-    assert schedule.buckets == ([[0, 1]] if device_types == {"cpu"} else [])
-    assert not schedule.note_sum([0, 1])
-    assert schedule.note_sum([2]) == (device_types == {"cpu"})
+    plan = EarlyPlan(PLANS.of(parameters), parameters, device_types, LEDGER)
+    assert [plan.note_sum([0, 1]) for _ in range(2)] == [False, True]
+    plan.plan_buckets([0, 1, 2], 1 << 20)
+    assert plan.buckets == ([[0, 1]] if device_types == {"cpu"} else [])
+    assert not plan.note_sum([0, 1])
+    assert plan.note_sum([2]) == (device_types == {"cpu"})
 
 
-def test_a_gradient_that_never_comes_any_more_leaves_its_bucket(schedule):
-    assert [schedule.note_sum([0, 2]) for _ in range(8)] == [False] * 7 + [True]
-    schedule.plan_buckets([0, 1, 2], 1 << 20)
-    assert schedule.buckets == [[0, 2]]
+def test_a_gradient_that_never_comes_any_more_leaves_its_bucket(plan):
+    assert [plan.note_sum([0, 2]) for _ in range(8)] == [False] * 7 + [True]
+    plan.plan_buckets([0, 1, 2], 1 << 20)
+    assert plan.buckets == [[0, 2]]
 
 
-def test_pauses_grow_until_a_step_is_good(schedule):
+def test_pauses_grow_until_a_step_is_good(plan):
     pauses = []
     for is_good in [False] * 11 + [True, False]:
-        schedule.note_outcome(is_good=is_good)
-        pauses.append(schedule.pause)
+        plan.note_outcome(is_good=is_good)
+        pauses.append(plan.pause)
     assert pauses == [0, 1, 3, 7, 15, 31, 63, 127, 255, 255, 255, 0, 0]

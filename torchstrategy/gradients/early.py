@@ -25,7 +25,7 @@ from torch import Tensor
 from torchstrategy.collectives.packing import unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
-from torchstrategy.gradients.early_buckets import Bucket, Flight, Schedule
+from torchstrategy.gradients.early_buckets import Bucket, EarlyPlan, OpenBuckets
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.plan import Plan
 
@@ -42,14 +42,14 @@ class EarlyReport(NamedTuple):
     """What one rank has started, as the ranks tell each other at a sum.
 
     Args:
-        schedule: the number of the optimizer whose gradients are summed; they are counted by first sum.
-        flight: the number of the buckets that could be started; 0 if there are none.
+        plan: the number of the optimizer whose gradients are summed; they are counted by first sum.
+        opened: the number of the buckets that could be started; 0 if there are none.
         num_started: how many buckets have been started.
         stale: a mask of the buckets whose sums are of no use.
     """
 
-    schedule: int
-    flight: int = 0
+    plan: int
+    opened: int = 0
     num_started: int = 0
     stale: int = 0
 
@@ -70,11 +70,12 @@ class EarlySums:
         self._device_types = workers.early_device_types
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._passes: dict[int, int] = {}  # backward passes since the last sum, by id of the parameter, last one last
-        self._schedules: dict[int, Schedule] = {}
-        self._num_flights = 0
-        self._last: Schedule | None = None
-        self._current: Schedule | None = None
-        self._flight: Flight | None = None
+        #: As long as there are the plans.
+        self._plans: weakref.WeakKeyDictionary[Plan, EarlyPlan] = weakref.WeakKeyDictionary()
+        self._num_opened = 0
+        self._last: EarlyPlan | None = None
+        self._current: EarlyPlan | None = None
+        self._opened: OpenBuckets | None = None
         self._is_settling = False
         self._is_under_way = False  # whether there are sums that nobody has waited for
         self._is_off = False
@@ -85,20 +86,20 @@ class EarlySums:
         key = id(parameter)
         with self._lock:
             self._passes[key] = self._passes.pop(key, 0) + 1
-            flight = self._flight
-            number = None if flight is None else flight.schedule.bucket_of.get(key)
-            if flight is None or number is None or self._is_settling:
+            opened = self._opened
+            number = None if opened is None else opened.plan.bucket_of.get(key)
+            if opened is None or number is None or self._is_settling:
                 return
-            flight.buckets[number].missing -= 1
-            while flight.num_started < len(flight.buckets) and not flight.is_halted:
-                bucket = flight.buckets[flight.num_started]
+            opened.buckets[number].missing -= 1
+            while opened.num_started < len(opened.buckets) and not opened.is_halted:
+                bucket = opened.buckets[opened.num_started]
                 if bucket.missing > 0:
                     return
                 flat = bucket.copy_own()
                 if flat is None:
-                    flight.is_halted = True
+                    opened.is_halted = True
                 else:
-                    self._start(flight, bucket, flat)
+                    self._start(opened, bucket, flat)
 
     def report(self, plan: Plan, parameters: Sequence[Tensor]) -> EarlyReport:
         """Return what the other ranks must know at a sum.
@@ -109,15 +110,15 @@ class EarlySums:
         """
         with self._lock:
             self._is_settling = True  # until `finish` has waited for what is reported here
-            self._current = self._schedule_of(plan, parameters)
-            flight = self._flight
-            if flight is None:
+            self._current = self._plan_of(plan, parameters)
+            opened = self._opened
+            if opened is None:
                 return EarlyReport(self._current.number)
             stale = 0
-            if flight.schedule is self._current:
-                for k, bucket in enumerate(flight.buckets):
+            if opened.plan is self._current:
+                for k, bucket in enumerate(opened.buckets):
                     stale |= (not bucket.is_good()) << k
-            return EarlyReport(self._current.number, flight.number, flight.num_started, stale)
+            return EarlyReport(self._current.number, opened.number, opened.num_started, stale)
 
     def finish(self, reports: Sequence[EarlyReport]) -> dict[int, Tensor]:
         """Wait for what any rank has started; every rank calls this after each report.
@@ -136,8 +137,8 @@ class EarlySums:
             self._is_settling = False
             return {}
         with self._lock:
-            flight, self._flight = self._flight, None
-            if flight is None or len({report.flight for report in reports}) > 1:
+            opened, self._opened = self._opened, None
+            if opened is None or len({report.opened for report in reports}) > 1:
                 # What only some ranks have started is still on its way, and the next sums would meet it.
                 self._workers.give_up("the ranks started different sums of gradients")
                 raise DisagreementError(
@@ -147,23 +148,23 @@ class EarlySums:
             stale = 0
             for report in reports:
                 stale |= report.stale
-            if len({report.schedule for report in reports}) > 1 or flight.schedule is not self._current:
+            if len({report.plan for report in reports}) > 1 or opened.plan is not self._current:
                 stale = -1  # another optimizer than the expected one
-            while flight.num_started < num_started:
-                bucket = flight.buckets[flight.num_started]
-                self._start(flight, bucket, bucket.copy_any())
+            while opened.num_started < num_started:
+                bucket = opened.buckets[opened.num_started]
+                self._start(opened, bucket, bucket.copy_any())
         sums: dict[int, Tensor] = {}
-        for k, bucket in enumerate(flight.buckets[:num_started]):
+        for k, bucket in enumerate(opened.buckets[:num_started]):
             if bucket.wait is None or bucket.flat is None:
                 raise RuntimeError(f"Bucket {k} of {num_started} was not started.")
             bucket.wait()
             if bucket.flat.is_cuda:  # a thread of autograd has allocated it, maybe on another stream
                 bucket.flat.record_stream(torch.cuda.current_stream(bucket.flat.device))
             if not stale >> k & 1:
-                like = [flight.schedule.like[index] for index in bucket.indices]
+                like = [opened.plan.like[index] for index in bucket.indices]
                 sums.update(zip(bucket.indices, unpack(bucket.flat, like, keep_formats=True), strict=True))
         self._is_settling = self._is_under_way = False
-        flight.schedule.note_outcome(is_good=not stale & (1 << num_started) - 1)
+        opened.plan.note_outcome(is_good=not stale & (1 << num_started) - 1)
         return sums
 
     def prepare(self, reports: Sequence[EarlyReport], summed: Sequence[int]) -> None:
@@ -177,8 +178,8 @@ class EarlySums:
         if current is None or not summed:
             return
         with self._lock:
-            self._is_off = self._is_off or len({report.schedule for report in reports}) > 1
-            self._flight = None
+            self._is_off = self._is_off or len({report.plan for report in reports}) > 1
+            self._opened = None
             if self._is_off:
                 return
             order = self._take_passes(current)
@@ -196,46 +197,43 @@ class EarlySums:
         if self._is_under_way:
             self._workers.leave_early_sums()
 
-    def _schedule_of(self, plan: Plan, parameters: Sequence[Tensor]) -> Schedule:
-        schedule = self._schedules.get(plan.number)
-        if schedule is None:
-            self._schedules = {number: s for number, s in self._schedules.items() if s.is_alive()}
-            schedule = self._schedules[plan.number] = Schedule(
-                plan.number, parameters, self._device_types, self._ledger
-            )
-        return schedule
+    def _plan_of(self, plan: Plan, parameters: Sequence[Tensor]) -> EarlyPlan:
+        own = self._plans.get(plan)
+        if own is None:
+            own = self._plans[plan] = EarlyPlan(plan, parameters, self._device_types, self._ledger)
+        return own
 
-    def _take_passes(self, schedule: Schedule) -> list[int]:
+    def _take_passes(self, plan: EarlyPlan) -> list[int]:
         """Begin to count anew; return the positions of the parameters in the order in which they were complete."""
-        keys = [id(reference()) for reference in schedule.references]
+        keys = [id(reference()) for reference in plan.references]
         places = {key: place for place, key in enumerate(self._passes)}
-        schedule.expected = [self._passes.pop(key, 0) for key in keys]
+        plan.expected = [self._passes.pop(key, 0) for key in keys]
         count = len(keys)
         return sorted(range(count), key=lambda k: (places.get(keys[k], len(places)), count - k))
 
-    def _plan_buckets(self, schedule: Schedule, order: Sequence[int]) -> None:
+    def _plan_buckets(self, plan: EarlyPlan, order: Sequence[int]) -> None:
         """Divide the gradients that travel over buckets, in rank 0's order."""
-        types = schedule.travelling_types()
+        types = plan.travelling_types()
         rows = self._workers.exchange(_PLANNING, [order if self._workers.rank == 0 else None, types])
         if any(row[1] != types for row in rows):
-            schedule.can_travel = [False] * len(types)
-        schedule.plan_buckets(rows[0][0], self._bucket_bytes)
+            plan.can_travel = [False] * len(types)
+        plan.plan_buckets(rows[0][0], self._bucket_bytes)
 
-    def _expect(self, schedule: Schedule) -> None:
+    def _expect(self, plan: EarlyPlan) -> None:
         """Let the gradients of an optimizer be summed as soon as they are there."""
-        if schedule.pause > 0:
-            schedule.pause -= 1
+        if plan.pause > 0:
+            plan.pause -= 1
             return
-        if schedule.buckets:
-            self._num_flights += 1
-            self._flight = Flight(self._num_flights, schedule, schedule.open_buckets(self._passes))
+        if plan.buckets:
+            self._num_opened += 1
+            self._opened = OpenBuckets(self._num_opened, plan, plan.open_buckets(self._passes))
 
-    def _start(self, flight: Flight, bucket: Bucket, flat: Tensor) -> None:
-        if flight.num_started == 0:
-            flight.schedule.num_flights += 1
+    def _start(self, opened: OpenBuckets, bucket: Bucket, flat: Tensor) -> None:
+        if opened.num_started == 0:
+            opened.plan.num_opened += 1
         self._is_under_way = True
         bucket.wait = self._workers.start_early_sum(flat, _OPERATION)
-        flight.num_started += 1
+        opened.num_started += 1
 
 
 @atexit.register

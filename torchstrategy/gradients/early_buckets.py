@@ -8,7 +8,6 @@ Unlike plain sums these change with a gradient whose elements add up to 0, too, 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from torchstrategy.collectives.packing import pack, plan_buckets
 from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.plan import Plan
 
-__all__ = ["Bucket", "Flight", "Schedule"]
+__all__ = ["Bucket", "EarlyPlan", "OpenBuckets"]
 
 #: A parameter that had no gradient in so many steps leaves its bucket.
 _MAX_IDLE = 8
@@ -34,25 +34,25 @@ _ROW_NUMBERS = 4 << 10
 _PART_NUMBERS = 256 << 10
 
 
-class Schedule:
-    """What is known of one list of parameters.
+class EarlyPlan:
+    """What a plan of parameters has for sums that begin early.
 
     It is equal on all ranks but for ``references``, ``expected``, ``is_edited`` and, until there have been buckets,
     ``can_travel``.
 
     Args:
-        number: counts the lists.
+        plan: of the list of parameters.
         parameters: the list.
         device_types: those whose gradients can be summed early.
         ledger: what the gradients are.
     """
 
     def __init__(
-        self, number: int, parameters: Sequence[Tensor], device_types: Collection[str], ledger: GradientLedger
+        self, plan: Plan, parameters: Sequence[Tensor], device_types: Collection[str], ledger: GradientLedger
     ) -> None:
-        self.number = number
+        self.number = plan.number
         self.ledger = ledger
-        self.references = [weakref.ref(parameter) for parameter in parameters]
+        self.references = plan.references
         #: Shapes, dtypes and devices, also if a rank has dropped the parameters already.
         self.like = [torch.empty_like(parameter.detach(), device="meta") for parameter in parameters]
         self.devices = [parameter.device for parameter in parameters]
@@ -62,22 +62,18 @@ class Schedule:
             d.type in device_types and d == one_of_each[d.type] and like.numel() > 0
             for d, like in zip(self.devices, self.like, strict=True)
         ]
-        self.following: Schedule | None = None
+        self.following: EarlyPlan | None = None
         self.num_sums = 0
         self.idle = [_MAX_IDLE] * len(parameters)  # for each parameter, how many sums ago it had a gradient
         self.buckets: list[list[int]] = []
         self.bucket_of: dict[int, int] = {}  # by id of the parameter
         self.num_failures = 0
         self.pause = 0
-        self.num_flights = 0
+        self.num_opened = 0
         #: For each parameter, how many backward passes reached it before the last sum.
         self.expected = [0] * len(parameters)
         #: Whether this rank has changed a gradient past torch's version counter.
         self.is_edited = False
-
-    def is_alive(self) -> bool:
-        """Say whether the program still has all parameters."""
-        return all(ref() is not None for ref in self.references)
 
     def note_sum(self, summed: Sequence[int]) -> bool:
         """Take notice of which gradients were there; say whether other buckets are needed, alike on all ranks."""
@@ -124,7 +120,7 @@ class Schedule:
             expected - passes.get(id(reference()), 0)
             for expected, reference in zip(self.expected, self.references, strict=True)
         ]
-        number = self.num_flights + 1
+        number = self.num_opened + 1
         compares_now = number <= _NUM_COMPARED or number % _COMPARED_EVERY == 0
         return [
             Bucket(self, indices, sum(missing[k] for k in indices), compares_now or _always_compares(self, indices))
@@ -142,13 +138,13 @@ class Bucket:
     """Gradients that travel together.
 
     Args:
-        schedule: of the list of parameters.
+        plan: of the list of parameters.
         indices: the parameters' positions in the list.
         missing: backward passes that are still to come.
         compares: whether sums of elements show what has been changed past the version counter.
     """
 
-    schedule: Schedule
+    plan: EarlyPlan
     indices: list[int]
     missing: int
     compares: bool
@@ -173,7 +169,7 @@ class Bucket:
         """Copy the gradients, for ranks that have started their sum; zeros stand for those that don't fit."""
         grads = []
         for k in self.indices:
-            parameter = self.schedule.references[k]()
+            parameter = self.plan.references[k]()
             grad = None if parameter is None else parameter.grad
             grads.append(grad if grad is not None and self._fits(k, grad) else None)
         return self._pack(grads)
@@ -187,12 +183,12 @@ class Bucket:
         grads: list[Tensor | None] = []
         passes: list[int | None] = []
         for k in self.indices:
-            parameter = self.schedule.references[k]()
+            parameter = self.plan.references[k]()
             if parameter is None:
                 return None
             grad, last = parameter.grad, None
             if grad is not None:
-                last = self.schedule.ledger.own_pass(parameter)
+                last = self.plan.ledger.own_pass(parameter)
                 if last is None or not self._fits(k, grad):
                     return None
             grads.append(grad)
@@ -201,15 +197,15 @@ class Bucket:
 
     def _can_be_copied(self) -> bool:
         for k in self.indices:
-            parameter = self.schedule.references[k]()
-            if parameter is None or self.schedule.ledger.is_sum(parameter):
+            parameter = self.plan.references[k]()
+            if parameter is None or self.plan.ledger.is_sum(parameter):
                 return False
             if parameter.grad is not None and not self._fits(k, parameter.grad):
                 return False
         return True
 
     def _is_fresh(self) -> bool:
-        found = None if self.schedule.is_edited else self._own_gradients()
+        found = None if self.plan.is_edited else self._own_gradients()
         if found is None:
             return False
         grads, passes = found
@@ -217,17 +213,17 @@ class Bucket:
             return False
         if self.totals is None or _equal(self.totals, _totals(grads)):
             return True
-        self.schedule.is_edited = not _always_compares(self.schedule, self.indices)
+        self.plan.is_edited = not _always_compares(self.plan, self.indices)
         return False
 
     def _fits(self, k: int, grad: Tensor) -> bool:
-        like, device = self.schedule.like[k], self.schedule.devices[k]
+        like, device = self.plan.like[k], self.plan.devices[k]
         is_dense = grad.layout is torch.strided
         return is_dense and grad.dtype is like.dtype and grad.device == device and grad.shape == like.shape
 
     def _pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        like = [self.schedule.like[k] for k in self.indices]
-        device = self.schedule.devices[self.indices[0]]
+        like = [self.plan.like[k] for k in self.indices]
+        device = self.plan.devices[self.indices[0]]
         with torch.no_grad():
             parts = [
                 torch.zeros(other.shape, dtype=other.dtype, device=device) if grad is None else grad
@@ -238,19 +234,19 @@ class Bucket:
 
 
 @dataclass
-class Flight:
+class OpenBuckets:
     """The buckets of the optimizer that is expected to step next."""
 
     number: int
-    schedule: Schedule
+    plan: EarlyPlan
     buckets: list[Bucket]
     num_started: int = 0
     is_halted: bool = False
 
 
-def _always_compares(schedule: Schedule, indices: Sequence[int]) -> bool:
+def _always_compares(plan: EarlyPlan, indices: Sequence[int]) -> bool:
     """Say whether sums of elements show every change that has no version: reading them costs an accelerator a wait."""
-    return schedule.devices[indices[0]].type == "cpu"
+    return plan.devices[indices[0]].type == "cpu"
 
 
 def _totals(grads: Sequence[Tensor | None]) -> Tensor:

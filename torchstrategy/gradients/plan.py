@@ -37,7 +37,8 @@ class Plan:
         self.num_sums = 0
         self._writes: list[int] = []
         self._num_unlike = 0
-        self._references = [weakref.ref(parameter) for parameter in parameters]
+        #: Weak ones to the parameters.
+        self.references = [weakref.ref(parameter) for parameter in parameters]
         self._form: _Form | None = None
 
     def note_form(self, parameters: Sequence[Tensor]) -> None:
@@ -50,7 +51,7 @@ class Plan:
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Say whether these are the parameters."""
-        own = [reference() for reference in self._references]
+        own = [reference() for reference in self.references]
         return len(own) == len(parameters) and all(map(operator.is_, own, parameters))
 
     def is_due(self, writes: Sequence[int], check_every: int) -> bool:
@@ -73,7 +74,7 @@ class Plan:
 
     def is_alive(self) -> bool:
         """Say whether the program still has all parameters."""
-        return all(reference() is not None for reference in self._references)
+        return all(reference() is not None for reference in self.references)
 
 
 class Plans:
