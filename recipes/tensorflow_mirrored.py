@@ -83,6 +83,14 @@ def mlp(x: Any, hidden_size: int, num_layers: int = 1, dropout: float = 0.0) -> 
     return layers.Dense(10)(layers.Dropout(dropout)(x) if dropout else x)
 
 
+def many_parameters(x: Any, width: int, num_layers: int) -> Any:
+    """Return the logits of a network of many tiny dense layers, each with a way around it."""
+    x = layers.Dense(width)(layers.Flatten()(x))
+    for _ in range(num_layers - 2):
+        x = x + layers.Dense(width, activation="tanh")(x)
+    return layers.Dense(10)(x)
+
+
 class Positions(layers.Layer):
     """Adds a vector that it learns to each token."""
 
@@ -107,6 +115,7 @@ def transformer(x: Any, width: int, num_heads: int, num_layers: int, dropout: fl
 
 
 MODELS = {
+    "models.ManyParameters": many_parameters,
     "models.conv_net": conv_net,
     "models.shallow_conv_net": functools.partial(conv_net, filters=[32]),
     "models.mlp": mlp,

@@ -1,3 +1,4 @@
+import ast
 import json
 import subprocess
 import sys
@@ -104,3 +105,16 @@ def test_benchmark_prints_and_writes_every_figure(tmp_path):
     assert "Where the time of a step goes" in printed
     assert (run / "mlp" / "profile" / "rank_0.json").exists()
     assert (run / "benchmark.png").stat().st_size > 10_000
+
+
+def test_tensorflow_has_every_model_of_the_benchmark():
+    """Read from its source, because TensorFlow is not installed here."""
+    conf = Path(__file__).parents[2] / "conf"
+    tree = ast.parse((conf.parent / "recipes/tensorflow_mirrored.py").read_text(encoding="utf-8"))
+    (table,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODELS"
+    )
+    known = {key.value for key in table.keys}
+    models = OmegaConf.load(conf / "benchmark.yaml").models
+    assert len(models) > 3
+    assert {OmegaConf.load(conf / f"model/{name}.yaml")._target_ for name in models} <= known
