@@ -86,7 +86,6 @@ class ParameterServerStrategy(Strategy):
 
     _is_on_worker = False
     hosting: Any  # on the coordinator a ServedHosting
-    _keeps_values_elsewhere = True
 
     def __init__(
         self,

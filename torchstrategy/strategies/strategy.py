@@ -67,8 +67,6 @@ class Strategy:
 
     #: Job and index of this process in the cluster, as its devices' names have them.
     _task: tuple[str, int] = ("localhost", 0)
-    #: Whether variables may be larger than this process's memory.
-    _keeps_values_elsewhere = False
 
     def __init__(
         self,
