@@ -108,6 +108,34 @@ def test_torch_is_as_it_was_after_the_last_strategy(make):
     """)
 
 
+def test_replicate_patches_no_constructor():
+    run("""
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = strategy.replicate(model, optimizer)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    strategy.run(step)
+    names = {"__init__", "__setstate__", "__copy__", "__deepcopy__"}
+    constructors = [key for key in changed(before) if key[-1] in names]
+    assert not constructors, constructors
+    assert not any("constructors" in patch.what for patch in patches.active()), patches.active()
+    with strategy.scope():
+        during = changed(before)
+    assert ("torch.optim.optimizer", "Optimizer", "__init__") in during, during
+    del strategy, model, optimizer, scheduler, step
+    gc.collect()
+    assert not changed(before), changed(before)
+    """)
+
+
 def test_one_replica_changes_nothing():
     run("""
     during, listed = train(lambda: ts.OneDeviceStrategy("cpu:0"))
@@ -115,14 +143,40 @@ def test_one_replica_changes_nothing():
     """)
 
 
-def test_every_change_is_listed():
-    """Where replicas run at once and modules are compiled some of it lasts as long as the process, and says so."""
+def test_replicas_at_once_leave_only_what_they_say():
+    """That is mallopt, which can't be undone."""
     run("""
-    train(lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=True))
+    for _ in range(2):
+        during, listed = train(lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=True))
+        assert ("torch.random", "default_generator") in during, during
+        assert any("random numbers" in what for what in listed), listed
+        gc.collect()
+        (left,) = patches.active()
+        assert "mallopt" in left.what and left.until == patches.PROCESS, left
+        assert not changed(before), changed(before)
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"], concurrent=True)
+    streams = [strategy.run(lambda: torch.rand(3)).values for _ in range(2)]
+    assert len({tuple(value.tolist()) for row in streams for value in row}) == 4, streams
+    del strategy
     gc.collect()
-    left = {patch.what for patch in patches.active()}
-    assert all(patch.until == patches.PROCESS for patch in patches.active()), patches.active()
-    assert [key for key in changed(before) if ".".join(key) not in left] == [], (changed(before), left)
+    assert not changed(before), changed(before)
+    """)
+
+
+def test_a_function_that_compiles_leaves_modules_as_they_were():
+    run("""
+    for _ in range(2):
+        model = torch.nn.Linear(2, 1)
+        step = ts.function(lambda x: model(x), jit_compile=True, backend="eager")
+        for _ in range(3):
+            step(torch.ones(1, 2))
+        assert ("torch.nn.modules.module", "Module", "_compiled_call_impl") not in before
+        assert type(vars(torch.nn.Module)["_compiled_call_impl"]).__name__ == "_Finder"
+        assert any("_compiled_call_impl" in patch.what for patch in patches.active()), patches.active()
+        del model, step
+        gc.collect()
+        assert vars(torch.nn.Module)["_compiled_call_impl"] is None
+        assert not patches.active(), patches.active()
     """)
 
 

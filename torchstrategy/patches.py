@@ -5,9 +5,11 @@ Nothing here is done by an import, except that the sources which torch's import 
 constructors of modules, optimizers, schedulers, gradient scalers; copying them
     A scope records what is made in it, also by copies and by unpickling. Until the last scope is left.
 constructors of optimizers and schedulers
-    What is made outside for what was made inside is taken up. Until no strategy with several replicas is left.
+    What is made outside a scope for what was made inside is taken up. Until no strategy with several replicas is left
+    that had a scope: ``strategy.replicate`` needs none.
 torch's global optimizer step hooks; ``GradScaler.unscale_``, ``GradScaler.step``
-    Gradients are summed at ``optimizer.step()``, or before a scaler looks for infinities. Until the same.
+    Gradients are summed at ``optimizer.step()``, or before a scaler looks for infinities. Until no strategy with
+    several replicas is left.
 ``torch.nn.SyncBatchNorm.forward``
     Torch's own knows no replicas of a strategy. Until the same.
 ``functional.batch_norm``, ``functional.group_norm``
@@ -19,10 +21,10 @@ torch's global optimizer step hooks; ``GradScaler.unscale_``, ``GradScaler.step`
 ``sys.excepthook``
     The other processes hear of an error that ends the program. Until the strategy is collected.
 ``Module._compiled_call_impl``
-    ``ts.function`` compiles what it calls. Until the process ends.
+    ``ts.function`` compiles what it calls. Until no module is left that one has called.
 operators that draw random numbers, on a dispatch key of their own; ``torch.random.default_generator``
-    Replicas that run at once draw from streams of their own. Until the process ends; other threads have not
-    switched the key on.
+    Replicas that run at once draw from streams of their own. Until no strategy with such replicas is left; other
+    threads have not switched the key on.
 the C library's ``mallopt``
     Steps find the memory that the last one freed: ``concurrent=True``, ``ts.utils.tune()`` (so ``Model.fit``),
     ``ts.utils.keep_freed_memory()``. Until the process ends.

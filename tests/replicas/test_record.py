@@ -23,6 +23,8 @@ def constructors():
 
 
 def test_constructors_are_patched_only_while_a_scope_is_open(strategy):
+    with strategy.scope():
+        pass  # from now on those of optimizers and schedulers are
     before = constructors()
     with strategy.scope():
         assert nn.Module.__init__ is not before[nn.Module]

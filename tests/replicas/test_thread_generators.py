@@ -12,6 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import torchstrategy as ts
 from torchstrategy.replicas.thread_generators import own_generator
 
+
+class User:
+    pass
+
+
+USER = User()
 ONES = torch.ones(40)
 SQUARE = torch.ones(6, 6)
 DRAWS = {
@@ -155,7 +161,7 @@ def test_a_users_own_generator_is_used():
 
 
 def test_other_devices_are_left_alone():
-    with own_generator(torch.Generator()):
+    with own_generator(torch.Generator(), USER):
         assert torch.rand(3, device="meta").is_meta
         assert torch.empty(3, device="meta").uniform_().is_meta
         assert functional.dropout(torch.ones(3, device="meta")).is_meta
@@ -168,7 +174,7 @@ def test_each_thread_has_its_own_generator_until_the_context_ends():
     found = [None] * 4
 
     def draw(i):
-        with own_generator(generators[i]):
+        with own_generator(generators[i], USER):
             found[i] = torch.cat([torch.rand(1) for _ in range(1000)])
 
     threads = [threading.Thread(target=draw, args=(i,)) for i in range(4)]
@@ -182,8 +188,8 @@ def test_each_thread_has_its_own_generator_until_the_context_ends():
 
 def test_contexts_nest_and_end_with_errors():
     outer, inner = (torch.Generator().manual_seed(i) for i in (1, 2))
-    with own_generator(outer):
-        with contextlib.suppress(ValueError), own_generator(inner):
+    with own_generator(outer, USER):
+        with contextlib.suppress(ValueError), own_generator(inner, USER):
             assert torch.initial_seed() == 2
             raise ValueError
         assert torch.initial_seed() == 1

@@ -6,6 +6,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.programs import cpu_devices
+from torchstrategy import errors
 
 DATA = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
@@ -76,6 +77,26 @@ def test_a_scheduler_goes_with_its_optimizer():
         strategy.run(step)
     assert scheduler.last_epoch == 3
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_what_is_made_later_and_left_out_is_noticed():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    model = strategy.replicate(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"give both to `strategy\.replicate`"):
+        strategy.run(step)
+    strategy.replicate(optimizer)
+    strategy.run(step)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    with pytest.raises(errors.DivergenceError, match="lr"):
+        strategy.run(scheduler.step)
 
 
 def test_one_or_several():

@@ -30,7 +30,7 @@ from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import GradientSummer, optimizer_parameters
 from torchstrategy.replicas.hooks import own_hook
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.replicas.record import find_owner, owner, watch
+from torchstrategy.replicas.record import find_owner, owner
 
 __all__ = ["guard_parameter", "install", "watched"]
 
@@ -41,7 +41,7 @@ _ends: list[Callable[[], None]] = []
 
 
 def install(user: Any) -> None:
-    """Register the step hooks, and watch for what is made outside the scopes.
+    """Register the step hooks, and serve gradient scalers.
 
     Args:
         user: as long as it lives they stay: a strategy.
@@ -52,14 +52,11 @@ def install(user: Any) -> None:
 def _install() -> list[Callable[[], None]]:
     why = "gradients are summed at optimizer.step()"
     ends = [
-        watch(),
-        *(
-            patches.note(f"torch's global optimizer step {name} hooks", why, patches.STRATEGIES, handle.remove)
-            for name, handle in (
-                ("pre", register_optimizer_step_pre_hook(_before_step)),
-                ("post", register_optimizer_step_post_hook(_after_step)),
-            )
-        ),
+        patches.note(f"torch's global optimizer step {name} hooks", why, patches.STRATEGIES, handle.remove)
+        for name, handle in (
+            ("pre", register_optimizer_step_pre_hook(_before_step)),
+            ("post", register_optimizer_step_post_hook(_after_step)),
+        )
     ]
     return [*ends, *_serve_scalers()]
 

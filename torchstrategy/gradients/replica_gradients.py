@@ -107,7 +107,8 @@ class ReplicaGradients:
                     f"{type(optimizer).__name__} updates a parameter (shape {tuple(parameter.shape)}) that does not "
                     f"belong to this replica of {self._owner}: the model was not made in "
                     "`strategy.scope()`, or its parameters were replaced afterwards. Make the model and the optimizer "
-                    "inside `with strategy.scope():`; a bare nn.Parameter must be part of a module."
+                    "inside `with strategy.scope():`, or give both to `strategy.replicate`; a bare nn.Parameter must "
+                    "be part of a module."
                 )
         checked[id(optimizer)] = keys
 

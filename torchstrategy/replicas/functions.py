@@ -222,10 +222,19 @@ class _Finder:
         switch = _switches.get(module)
         if switch is None and next(module.parameters(), None) is not None:
             switch = _switches[module] = _Switch(module, call)
+            _finding.use(module)
         return switch
 
 
-_finder = _Finder()
+def _find_modules() -> list[Callable[[], None]]:
+    torch._dynamo.eval_frame.skip_code(_Finder.__get__.__code__)
+    why, until = "ts.function compiles the modules that it calls", "no module that one has called is left"
+    return [patches.replace(nn.Module, "_compiled_call_impl", _Finder(), why, until)]
+
+
+#: During calls, and for the modules that were called: a class that changed in each call would make Python look up the
+#: attributes of all modules anew.
+_finding = patches.WhileUsed(_find_modules)
 
 
 class _Switch:
@@ -343,11 +352,9 @@ def _start(how: _How) -> _Call | None:
         return None
     if how.jit_compile is False:
         return None
-    if vars(nn.Module)["_compiled_call_impl"] is not _finder:
-        torch._dynamo.eval_frame.skip_code(_Finder.__get__.__code__)
-        why = "ts.function compiles the modules that it calls"
-        patches.replace(nn.Module, "_compiled_call_impl", _finder, why, patches.PROCESS)
-    return _Call(how)
+    call = _Call(how)
+    _finding.use(call)
+    return call
 
 
 def _must_run_plain(args: Any, kwargs: Any) -> bool:

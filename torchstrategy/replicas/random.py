@@ -140,7 +140,7 @@ class RandomStreams:
     def on_this_thread(self, local_id: int) -> contextlib.AbstractContextManager[None]:
         """Let this thread draw from a replica's generator, if that is not the default one."""
         generator = self._generators[local_id]
-        return contextlib.nullcontext() if generator is self._generator else own_generator(generator)
+        return contextlib.nullcontext() if generator is self._generator else own_generator(generator, self)
 
     def _begun(self) -> tuple[Tensor, Tensor]:
         if self._start is None or self._program is None:

@@ -2,9 +2,9 @@
 
 While a scope is open, the constructors of these classes note the new object, and so do the methods by which ``copy``
 and ``pickle`` make one. Nothing else is patched, and the originals return when the last scope closes. Only the
-constructors of optimizers and schedulers stay patched while there is a strategy with several replicas: one that is made
-outside the scope, for parameters that were made inside, is taken up at the next run, because the replicas would share a
-plain one and count steps twice.
+constructors of optimizers and schedulers stay patched while there is a strategy with several replicas that had a scope:
+one that is made outside the scope, for parameters that were made inside, is taken up at the next run, because the
+replicas would share a plain one and count steps twice. Where all is given to ``strategy.replicate`` none is patched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "start_recording",
     "stop_recording",
     "unrecorded",
-    "watch",
 ]
 
 _WATCHED: tuple[type, ...] = (torch.optim.Optimizer, LRScheduler)
@@ -95,6 +94,8 @@ class Record:
         #: The ids of the dictionaries of those buffers that modules write to past torch's version counter.
         self.written_past: set[int] = set()
         self._claimed_at = (0, 0)
+        #: Whether the strategy had a scope: what is made outside is for what was made there.
+        self.has_scope = False
         if strategy.num_replicas_in_sync > 1:
             _records.add(self)
 
@@ -116,7 +117,7 @@ class Record:
         That is an optimizer of parameters that the strategy has recorded, and a scheduler of such an optimizer.
         """
         state = (_num_made_outside, self.num_added)
-        if not _unclaimed or state == self._claimed_at:
+        if not self.has_scope or not _unclaimed or state == self._claimed_at:
             return
         parameters = {id(p) for obj in self if isinstance(obj, torch.nn.Module) for p in obj.parameters()}
         parameters.update(map(id, self.tensors()))
@@ -176,9 +177,17 @@ class Record:
         return iter([obj for obj in (reference() for reference in self._objects) if obj is not None])
 
 
-def start_recording() -> None:
-    """Patch the classes, unless an open scope has done so."""
+def start_recording(strategy: Any = None) -> None:
+    """Patch the classes, unless an open scope has done so.
+
+    Args:
+        strategy: whose scope opens. If it has several replicas, optimizers and schedulers that are made outside every
+            scope are noted from now on, as long as it lives.
+    """
     global _active
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        strategy.record.has_scope = True
+        _watching.use(strategy)
     with _lock:
         _active += 1
         if _active == 1:
@@ -218,22 +227,18 @@ def unrecorded() -> Iterator[None]:
         _quiet.value = before
 
 
-def watch() -> Callable[[], None]:
-    """Note optimizers and schedulers that are made outside every scope, from now on.
-
-    Returns:
-        What ends it.
-    """
+def _watch() -> list[Callable[[], None]]:
     global _is_watching
     with _lock:
         _is_watching = True
         _patch_constructors(_WATCHED)
-    return patches.note(
+    end = patches.note(
         "constructors of optimizers and schedulers",
         "what is made outside the scope for what was made inside is taken up",
-        patches.STRATEGIES,
+        "no strategy with several replicas that had a scope is left",
         _stop_watching,
     )
+    return [end]
 
 
 def _stop_watching() -> None:
@@ -242,6 +247,9 @@ def _stop_watching() -> None:
         _is_watching = False
         if _active == 0:
             _restore()
+
+
+_watching = patches.WhileUsed(_watch)
 
 
 def _restore() -> None:

@@ -9,7 +9,6 @@ of a dropout or the seeds of a compiled model. ``torch.manual_seed`` and its kin
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,6 @@ __all__ = ["own_generator"]
 
 # It stands before all other keys, and torch itself has no use for it.
 _KEY = "TESTING_ONLY_GenericMode"
-_install_lock = threading.Lock()
 
 
 class _Own(threading.local):
@@ -34,13 +32,14 @@ _own = _Own()
 
 
 @contextlib.contextmanager
-def own_generator(generator: torch.Generator) -> Iterator[None]:
+def own_generator(generator: torch.Generator, user: object) -> Iterator[None]:
     """Let this thread draw from a generator where it would draw from torch's default one of the CPU.
 
     Args:
         generator: of the CPU.
+        user: as long as it lives the kernels stay.
     """
-    _install()
+    _kernels.use(user)
     before, _own.generator = _own.generator, generator
     _switch_key(on=True)
     try:
@@ -65,14 +64,8 @@ class _DefaultGenerator:
         return getattr(self._default if own is None else own, name)
 
 
-def _install() -> None:
+def _install() -> list[Callable[[], None]]:
     """Register the kernels; without the key they are never called."""
-    with _install_lock:
-        _install_once()
-
-
-@functools.cache
-def _install_once() -> tuple[torch.library.Library, torch.library.Library]:
     rest = torch.library.Library("_", "IMPL", _KEY)  # type: ignore[no-untyped-call]
     rest.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
     drawing = torch.library.Library("aten", "IMPL", _KEY)  # type: ignore[no-untyped-call]
@@ -89,9 +82,19 @@ def _install_once() -> tuple[torch.library.Library, torch.library.Library]:
                 kernel = _kernel(operator, target, None if by_name else position)
                 drawing.impl(operator, kernel)  # type: ignore[no-untyped-call]
     why = "replicas that run at once draw from streams of their own"
-    patches.replace(torch.random, "default_generator", _DefaultGenerator(torch.default_generator), why, patches.PROCESS)
-    patches.note("operators that draw random numbers, on a dispatch key of their own", why, patches.PROCESS)
-    return rest, drawing  # they must live as long as the registrations
+    own, until = _DefaultGenerator(torch.default_generator), "no strategy whose replicas run at once is left"
+
+    def remove() -> None:
+        drawing._destroy()  # type: ignore[no-untyped-call]
+        rest._destroy()  # type: ignore[no-untyped-call]
+
+    return [
+        patches.note("operators that draw random numbers, on a dispatch key of their own", why, until, remove),
+        patches.replace(torch.random, "default_generator", own, why, until),
+    ]
+
+
+_kernels = patches.WhileUsed(_install)
 
 
 def _operator(name: str, overload: str) -> torch._ops.OpOverload:

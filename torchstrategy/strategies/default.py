@@ -216,7 +216,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if before is not None:
         stop_recording()
     if not plain:
-        start_recording()
+        start_recording(strategy)
 
 
 def _default_strategy() -> DefaultStrategy:

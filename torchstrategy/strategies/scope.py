@@ -40,7 +40,7 @@ class Scope:
         stack.enter_context(on_device(self._device))
         if self._frame is not None:
             push_frame(self._frame)
-            start_recording()
+            start_recording(self._strategy)
         self._stack = stack
         return self._strategy
 

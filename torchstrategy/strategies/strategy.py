@@ -397,8 +397,9 @@ class Strategy:
         """Give each replica a copy of objects that were made outside the scope, as if the scope had recorded them.
 
         That is a model and all that trains it, which go together and then need no scope, in which constructors are
-        patched. Schedulers go with their optimizer by themselves. Other objects that the replica function changes may
-        be given, too. On an accelerator modules move to this process's first device.
+        patched. Schedulers that are there go with their optimizer by themselves; what is made later for the model is to
+        be given as well. Other objects that the replica function changes may be given, too. On an accelerator modules
+        move to this process's first device.
 
         Args:
             objects: modules, optimizers, learning-rate schedulers, gradient scalers, or objects of a Python class, made
