@@ -58,7 +58,7 @@ MUTATIONS = {
     "MEAN is a sum": Mutation("collectives/reductions.py", "return total / count", "return total"),
     "the divisor of a loss leaves the other replicas out": Mutation(
         "nn.py",
-        "return loss.shape[0] * get_strategy().num_replicas_in_sync",
+        "return loss.shape[0] * _num_replicas()",
         "return loss.shape[0]",
         ("tests/test_nn.py",),
     ),

@@ -187,7 +187,8 @@ class WhileUsed:
     @property
     def has_users(self) -> bool:
         """Whether a user is left."""
-        return any(True for _ in self._users)
+        references = list(self._users.data)  # type: ignore[attr-defined]  # at once: another thread may add one
+        return any(reference() is not None for reference in references)
 
     def _leave(self) -> None:
         # A user may be collected at any time, also where this thread has the lock: who has it looks again.

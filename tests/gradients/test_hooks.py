@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.gradients import hooks as watching
+from torchstrategy.gradients import hooks
 
 CLASSES = (torch.nn.Module, torch.optim.Optimizer)
 
@@ -19,7 +19,7 @@ def functions():
 def plain():
     """Torch's functions, where no strategy of another test is alive."""
     gc.collect()
-    if watching._clearing.has_users:
+    if hooks._clearing.has_users:
         pytest.skip("another test's strategy is still in use")
     return functions()
 

@@ -176,6 +176,7 @@ def test_hyper_parameters_that_make_no_difference(process_pool):
         (functools.partial(programs.changes_a_rate, "lr", 0.5, torch.tensor(0.25)), Divergence, "and 0.25 on rank 1"),
         (functools.partial(programs.changes_a_rate, "lr", 0.5, np.float32(0.25)), Divergence, "and 0.25 on rank 1"),
         (functools.partial(programs.changes_a_rate, "betas", (0.9, 0.9), (0.8, 0.9)), Divergence, "'betas' is [0.9, "),
+        (functools.partial(programs.changes_a_rate, "lr", 0.1, None), Divergence, "and 'no number' on rank 1"),
         (programs.groups_differently, Divergence, "'number of parameters' is 4 on rank 0 and 1 on rank 1 in group 0"),
         (programs.steps_different_optimizers, Divergence, "rank 0 steps SGD and rank 1 Adam"),
         (programs.different_models, ts.errors.InvalidArgumentError, "rank 1"),

@@ -110,6 +110,19 @@ def test_hyper_parameters_that_differ_are_found(strategy, key, first):
     assert optimizer.param_groups[0][key] == 0.25
 
 
+@pytest.mark.parametrize("other", [None, "fast"])
+def test_a_number_and_none_differ(strategy, other):
+    _, optimizer = make(strategy)
+
+    def fn():
+        optimizer.param_groups[0]["lr"] = [0.1, other, other][replica_id()]
+
+    with pytest.raises(
+        ts.errors.DivergenceError, match=r"'lr' is 0\.1 on replica 0 on cpu:0 and 'no number' on replica"
+    ):
+        strategy.run(fn)
+
+
 def test_hyper_parameters_in_tensors_are_compared(strategy):
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -143,7 +156,8 @@ def test_rounding_of_hyper_parameters_is_no_divergence(strategy):
     def fn():
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + 1e-7 * replica_id())
         optimizer.param_groups[0]["dampening"] = float("nan")
-        optimizer.param_groups[0]["note"] = object()
+        optimizer.param_groups[0]["note"] = [object(), "text", None][replica_id()]
+        optimizer.param_groups[0]["notes"] = [[], ["text"], None][replica_id()]
 
     for _ in range(2):
         strategy.run(fn)

@@ -99,6 +99,45 @@ def test_what_is_made_later_and_left_out_is_noticed():
         strategy.run(scheduler.step)
 
 
+def step_outside(devices, is_first):
+    """Step an optimizer that was left out, outside ``run``; return what it raises, and the weight before and after."""
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if is_first else None
+    strategy = ts.MirroredStrategy(devices)
+    model = strategy.replicate(net)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.weight.item()
+    strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), weight, model.weight.item()
+    return "", weight, model.weight.item()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_forgotten_run_is_noticed_also_of_an_optimizer_that_was_left_out(is_first, process_pool):
+    for message, before, after in (
+        step_outside(cpu_devices(2), is_first),
+        *process_pool(2).run(step_outside, None, is_first),
+    ):
+        assert "SGD.step() was called outside `run` of the MirroredStrategy" in message
+        assert before == after
+
+
+def test_an_optimizer_of_other_parameters_is_none_of_its_business():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    strategy.replicate(nn.Linear(1, 1))
+    other = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(2):
+        other(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    strategy.replicate(other)
+    with pytest.raises(RuntimeError, match="outside `run`"):
+        optimizer.step()
+
+
 def test_one_or_several():
     strategy = ts.MirroredStrategy(cpu_devices(2))
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)

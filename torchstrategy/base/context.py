@@ -46,8 +46,10 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
-#: Makes the default strategy when it is first needed, and then returns the same one; set by the module that knows it.
-_default: Callable[[], Any]
+#: The strategy outside of all scopes, once it is needed; and what makes it.
+_default: Any = None
+_make_default: Callable[[], Any]
+_making = threading.RLock()
 
 
 def current_frame() -> Frame | None:
@@ -65,13 +67,13 @@ def current_replica_context() -> Any:
 def get_strategy() -> Any:
     """Return the innermost frame's strategy; outside of all scopes, the default one."""
     frame = current_frame()
-    return _default() if frame is None else frame.strategy
+    return _default_strategy() if frame is None else frame.strategy
 
 
 def get_replica_context() -> Any:
     """Return the innermost frame's replica context; outside of all scopes, the default strategy's."""
     frame = current_frame()
-    return _default().context if frame is None else frame.replica_context
+    return _default_strategy().context if frame is None else frame.replica_context
 
 
 def has_strategy() -> bool:
@@ -85,7 +87,7 @@ def has_strategy() -> bool:
         False
     """
     frame = current_frame()
-    return frame is not None and frame.strategy is not _default()
+    return frame is not None and frame.strategy is not _default
 
 
 def in_cross_replica_context() -> bool:
@@ -104,9 +106,18 @@ def in_cross_replica_context() -> bool:
 
 
 def set_default(make: Callable[[], Any]) -> None:
-    """Say what returns the strategy outside of all scopes."""
+    """Say what makes the strategy outside of all scopes."""
+    global _make_default
+    _make_default = make
+
+
+def _default_strategy() -> Any:
     global _default
-    _default = make
+    if _default is None:
+        with _making:
+            if _default is None:
+                _default = _make_default()
+    return _default
 
 
 def push_frame(frame: Frame) -> None:

@@ -15,7 +15,7 @@ from torchstrategy.base.context import current_replica_context, get_strategy
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
-from torchstrategy.checkpoint.objects import is_served, track_object
+from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.restoration import Restoration, join
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.checkpoint.tracked import Plan, Tracked
@@ -207,9 +207,7 @@ class Checkpoint:
         plans: dict[str, Plan] = {}
         error: Exception | None = None
         try:
-            content = read_checkpoint(
-                checkpoint_file(path), mapped=any(is_served(item.obj) for item in tracked.values())
-            )
+            content = read_checkpoint(checkpoint_file(path), mapped=not strategy.hosting.holds_values)
             restoration = Restoration(path, content["objects"])
             plans = {
                 name: restoration.plan(name, item, strategy) for name, item in tracked.items() if restoration.has(name)

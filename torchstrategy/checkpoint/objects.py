@@ -21,7 +21,7 @@ from torchstrategy.replicas.on_read import SyncOnReadVariable
 from torchstrategy.replicas.state_formats import align_state
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["is_served", "track_object"]
+__all__ = ["track_object"]
 
 
 class TrackedModule(Tracked):
@@ -290,15 +290,3 @@ def _first_difference(saved: list[Any], own: list[Any]) -> str:
         return f"It has {len(own)} parameters, the checkpoint's has {len(saved)}."
     index = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if not _same_shapes(*([p] for p in pair)))
     return f"Its parameter {index} has shape {tuple(own[index])}, the checkpoint's has shape {tuple(saved[index])}."
-
-
-def is_served(obj: Any) -> bool:
-    """Say whether parameter servers hold an object's values, which may be larger than this process's memory."""
-    obj = bodies(obj)[0]
-    if isinstance(obj, nn.Module):
-        tensors = [*obj.parameters(), *obj.buffers()]
-    elif isinstance(obj, torch.optim.Optimizer):
-        tensors = [tensor for group in obj.param_groups for tensor in group["params"]]
-    else:
-        tensors = [obj]
-    return any(isinstance(tensor, Served) for tensor in tensors)

@@ -234,7 +234,8 @@ class GradientSummer:
         firsts = parts[0].parameters
         dense = sparse = marked = 0
         doubts: list[list[Any]] = []
-        as_made = [all(row) for row in zip(*(self.ledger.are_as_made(part.parameters) for part in parts), strict=True)]
+        rows_as_made = [self.ledger.are_as_made(part.parameters) for part in parts]
+        as_made = rows_as_made[0] if len(parts) == 1 else [all(row) for row in zip(*rows_as_made, strict=True)]
         rows = [[parameter.grad for parameter in part.parameters] for part in parts]
         for row in rows:
             dense |= _mask([grad is not None and not grad.is_sparse for grad in row])
@@ -393,11 +394,15 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _mask(bits: Sequence[bool]) -> int:
     """Return the number whose bits, the lowest first, these are."""
+    if all(bits):
+        return (1 << len(bits)) - 1
     return int("".join(["1" if bit else "0" for bit in reversed(bits)]) or "0", 2)
 
 
 def _positions(mask: int) -> list[int]:
     """Return the places of the bits that are set."""
+    if not mask & (mask + 1):  # all up to the highest one
+        return list(range(mask.bit_length()))
     return [k for k, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]
 
 

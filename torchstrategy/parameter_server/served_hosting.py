@@ -34,6 +34,8 @@ class ServedHosting(DirectHosting):
         strategy: a ``ParameterServerStrategy``; has ``bindings``, ``placer``, ``client`` and ``shipper``.
     """
 
+    holds_values = False
+
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, strategy.placement, None, strategy.record)
         self._links: dict[int, OptimizerLink] = {}

@@ -5,11 +5,11 @@ What `scope()` does
 It makes the strategy current, makes its first device torch's default device, and records every module, optimizer,
 learning-rate scheduler and ``GradScaler`` that is constructed meanwhile. Recording wraps the constructors of these
 base classes while a scope is open. Those of optimizers and schedulers stay wrapped while there is a strategy with
-several replicas: one that is made outside the scope, for what was made inside, is taken up at the next ``run``,
-because the replicas would share a plain one and count its steps once each. With several processes, initial values
-come from the chief. A ``torch.Generator`` is a C type whose constructor can't be wrapped and whose class can't be
-swapped: one that is an attribute of a recorded object gets a counterpart for each replica, one that stands alone is
-shared by the replicas in turn.
+several replicas that had a scope: one that is made outside the scope, for what was made inside, is taken up at the
+next ``run``, because the replicas would share a plain one and count its steps once each. With several processes,
+initial values come from the chief. A ``torch.Generator`` is a C type whose constructor can't be wrapped and whose
+class can't be swapped: one that is an attribute of a recorded object gets a counterpart for each replica, one that
+stands alone is shared by the replicas in turn.
 
 Replicas in one process: copies behind a facade
 -----------------------------------------------

@@ -41,6 +41,8 @@ class RunHooks(Protocol):
 class Hosting(Protocol):
     """What a strategy needs of the place where its replicas run."""
 
+    #: Whether this process holds the values of what was recorded; others may, which hold more than it could.
+    holds_values: bool = True
     #: What is told of the beginning and end of runs, if anything.
     run_hooks: RunHooks | None
 

@@ -18,9 +18,11 @@ __all__ = ["check_copies", "check_rows", "digest", "hyper_parameters"]
 
 #: What an optimizer computes from gradients, such as a step size of its own, is rounded differently by unlike hardware.
 _RELATIVE_TOLERANCE = 1e-4
-#: How a step is computed, not what.
-_MEANS = {"params", "foreach", "fused", "capturable", "differentiable"}
+#: How a step is computed, not what; and how parameters are called.
+_MEANS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 _BUILT_IN = {bool, int, float}
+#: What else there may be counts as one and the same, so that notes may differ, but not a number and none.
+_NO_NUMBER = "no number"
 #: In ``marshal``, so that equal values give equal bytes.
 _VERSION_WITHOUT_REFERENCES = 2
 _REMEDY = (
@@ -36,7 +38,7 @@ def hyper_parameters(optimizer: Optimizer) -> list[Any]:
         *(
             {
                 "number of parameters": len(group["params"]),
-                **{key: _built_in(group[key]) for key in sorted(group) if _is_plain(key, group[key])},
+                **{key: _built_in(group[key]) for key in sorted(group) if _is_compared(key, group[key])},
             }
             for group in optimizer.param_groups
         ),
@@ -105,7 +107,7 @@ def _difference(first: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
     for k, (group, own) in enumerate(zip(first, other, strict=False)):
         for key, value in group.items():
             found = own.get(key, value)
-            if found is value or not _is_plain(key, value) or not _is_plain(key, found):
+            if found is value or not _is_compared(key, value) or not _is_compared(key, found):
                 continue
             value, found = _built_in(value), _built_in(found)
             if not _are_alike(value, found):
@@ -113,32 +115,29 @@ def _difference(first: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
     return None
 
 
-def _is_plain(key: str, value: Any) -> bool:
+def _is_compared(key: str, value: Any) -> bool:
     if key in _MEANS:
         return False
     if isinstance(value, (tuple, list)):
-        return all(map(_is_number, value))
-    return _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.device.type == "cpu" and value.numel() == 1
-    return isinstance(value, (int, float, np.integer, np.floating, np.bool_))
+        return all(_is_compared(key, item) for item in value)
+    return not isinstance(value, torch.Tensor) or (value.device.type == "cpu" and value.numel() == 1)
 
 
 def _built_in(value: Any) -> Any:
-    """Return plain numbers for tensors, and for those of numpy and enumerations, which other ranks may not use."""
+    """Return plain numbers for tensors, and for those of numpy and enumerations; ``_NO_NUMBER`` for all else."""
     if isinstance(value, (tuple, list)):
-        return [_built_in(item) for item in value]
+        numbers = [_built_in(item) for item in value]
+        return numbers if numbers and _NO_NUMBER not in numbers else _NO_NUMBER
     if type(value) in _BUILT_IN:
         return value
+    if not isinstance(value, (int, float, np.integer, np.floating, np.bool_, torch.Tensor)):
+        return _NO_NUMBER
     return int(value) if isinstance(value, (int, np.integer, np.bool_)) else float(value)
 
 
 def _are_alike(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_are_alike, one, other))
-    if isinstance(one, (tuple, list)) or isinstance(other, (tuple, list)):
-        return False
+    if isinstance(one, (tuple, list, str)) or isinstance(other, (tuple, list, str)):
+        return bool(one == other)
     return math.isclose(one, other, rel_tol=_RELATIVE_TOLERANCE) or (math.isnan(one) and math.isnan(other))

@@ -44,6 +44,8 @@ _originals: dict[tuple[type, str], Any] = {}
 #: Optimizers and schedulers that were made outside every scope and belong to no strategy yet.
 _unclaimed: dict[int, weakref.ref[Any]] = {}
 _records: weakref.WeakSet[Record] = weakref.WeakSet()
+#: Optimizers of no strategy's parameters: how many objects were recorded and how many parameters they had when asked.
+_strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _num_made_outside = 0
 #: While a scope is open, what takes the patches from the list of those that are active.
 _recording_ends: list[Callable[[], None]] = []
@@ -68,12 +70,23 @@ def owner(obj: Any) -> Any:
     return entry[1] if entry is not None and entry[0]() is obj else None
 
 
-def find_owner(obj: Any) -> Any:
-    """Return the strategy that recorded an object, or that takes it up now: see ``Record.claim``."""
-    if id(obj) in _unclaimed:
+def find_owner(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the strategy that recorded an optimizer, takes it up now (see ``Record.claim``), or has its parameters."""
+    if id(optimizer) in _unclaimed:
         for record in list(_records):
             record.claim()
-    return owner(obj)
+    found = owner(optimizer)
+    if found is not None:
+        return found
+    records = list(_records)
+    state = (sum(record.num_added for record in records), sum(len(group["params"]) for group in optimizer.param_groups))
+    if _strangers.get(optimizer) == state:
+        return None
+    for record in records:
+        if record.has_parameters_of(optimizer):
+            return record.strategy
+    _strangers[optimizer] = state
+    return None
 
 
 class Record:
@@ -84,7 +97,7 @@ class Record:
     """
 
     def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self._objects: list[weakref.ref[Any]] = []
         self._new: list[weakref.ref[Any]] = []
         #: Those of variables; some may be gone.
@@ -94,14 +107,15 @@ class Record:
         #: The ids of the dictionaries of those buffers that modules write to past torch's version counter.
         self.written_past: set[int] = set()
         self._claimed_at = (0, 0)
-        #: Whether the strategy had a scope: what is made outside is for what was made there.
-        self.has_scope = False
+        #: Whether the strategy takes up what is made outside every scope for what was made in one of its own, and
+        #: whether it had one.
+        self.takes_up, self.has_scope = strategy.num_replicas_in_sync > 1, False
         if strategy.num_replicas_in_sync > 1:
             _records.add(self)
 
     def add(self, obj: Any) -> None:
         """Note an object that the user made."""
-        if owner(obj) is self._strategy:
+        if owner(obj) is self.strategy:
             return
         reference = self.own(obj)
         self._objects.append(reference)
@@ -119,18 +133,27 @@ class Record:
         state = (_num_made_outside, self.num_added)
         if not self.has_scope or not _unclaimed or state == self._claimed_at:
             return
-        parameters = {id(p) for obj in self if isinstance(obj, torch.nn.Module) for p in obj.parameters()}
-        parameters.update(map(id, self.tensors()))
+        parameters = self._parameters()
         for reference in list(_unclaimed.values()):
             obj = reference()
             if obj is not None and self._is_meant_by(obj, parameters):
                 self.add(obj)
         self._claimed_at = (_num_made_outside, self.num_added)
 
+    def has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer trains a recorded parameter."""
+        return self._is_meant_by(optimizer, self._parameters())
+
+    def _parameters(self) -> set[int]:
+        """Return the ids of the recorded parameters and variables."""
+        parameters = {id(p) for obj in self if isinstance(obj, torch.nn.Module) for p in obj.parameters()}
+        parameters.update(map(id, self.tensors()))
+        return parameters
+
     def _is_meant_by(self, obj: Any, parameters: set[int]) -> bool:
         if isinstance(obj, torch.optim.Optimizer):
             return any(id(p) in parameters for group in obj.param_groups for p in group["params"])
-        return owner(getattr(obj, "optimizer", None)) is self._strategy
+        return owner(getattr(obj, "optimizer", None)) is self.strategy
 
     def own(self, obj: Any) -> weakref.ref[Any]:
         """Note that an object belongs to the strategy, such as a replica's copy."""
@@ -146,7 +169,7 @@ class Record:
                 f"A {type(obj).__name__} can't have a copy for each replica. Use an object of a plain Python class "
                 f"that keeps its data in attributes. Received: {obj!r}"
             ) from None
-        _owners[key] = (reference, self._strategy)
+        _owners[key] = (reference, self.strategy)
         return reference
 
     @property
@@ -181,11 +204,11 @@ def start_recording(strategy: Any = None) -> None:
     """Patch the classes, unless an open scope has done so.
 
     Args:
-        strategy: whose scope opens. If it has several replicas, optimizers and schedulers that are made outside every
-            scope are noted from now on, as long as it lives.
+        strategy: whose scope opens. If it takes up optimizers and schedulers that are made outside every scope, these
+            are noted from now on, as long as it lives.
     """
     global _active
-    if strategy is not None and strategy.num_replicas_in_sync > 1:
+    if strategy is not None and strategy.record.takes_up:
         strategy.record.has_scope = True
         _watching.use(strategy)
     with _lock:

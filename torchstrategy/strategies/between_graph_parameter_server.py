@@ -92,7 +92,9 @@ class BetweenGraphParameterServerStrategy(Strategy):
         self._cluster_task = _check_task(self.cluster_spec, resolver)
         own = local_devices(devices)
         super().__init__(Placement(len(own), 0, own))
-        install(self)  # also for one replica: an optimizer made outside the scope must not update this process's copies
+        # Also for one replica: an optimizer made outside the scope must not update this process's copies.
+        install(self)
+        self.record.takes_up = True
         self._cluster_resolver = resolver
         self._timeout_s = timeout_seconds
         self._shared: SharedValues | None = None

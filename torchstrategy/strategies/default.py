@@ -6,7 +6,6 @@ Lower layers ask ``base.context``, to which this module gives the default answer
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,9 +156,7 @@ class DefaultStrategy(Strategy):
         )
 
 
-#: The one default strategy, once it is needed.
-_made: list[DefaultStrategy] = []
-_making = threading.Lock()
+context.set_default(DefaultStrategy)
 
 
 def get_strategy() -> Strategy:
@@ -217,17 +214,6 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         stop_recording()
     if not plain:
         start_recording(strategy)
-
-
-def _default_strategy() -> DefaultStrategy:
-    if not _made:
-        with _making:
-            if not _made:
-                _made.append(DefaultStrategy())
-    return _made[0]
-
-
-context.set_default(_default_strategy)
 
 
 def _check_mode(options: InputOptions | None) -> None:

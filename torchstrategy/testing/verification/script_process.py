@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import cpu_replicas
-from torchstrategy.gradients import hooks as optimizer_hooks
+from torchstrategy.gradients import hooks
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.verification.records import Run, dump
 from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder
@@ -124,7 +124,7 @@ def run_script(setup: Setup) -> ScriptRun:
     recorder = ScriptRecorder(
         setup.rank, setup.max_steps, setup.max_bytes, lambda: _end_early(run, recorder, setup, printed)
     )
-    optimizer_hooks.install(recorder)  # sums come before what is recorded of a step
+    hooks.install(recorder)  # sums come before what is recorded of a step
     with contextlib.ExitStack() as stack:
         _surround(stack, setup, run, printed)
         stack.enter_context(recorder.recording())
