@@ -1,4 +1,4 @@
-"""Training steps of three models in every way there is here, and what strategies and collectives cost.
+"""Training steps of four models in every way there is here, and what strategies and collectives cost.
 
 All ways take turns block by block in one run, so that a slow moment of the machine meets all of them: DDP, Fabric,
 Accelerate and this library inside the same processes, the others in processes that wait meanwhile.
