@@ -19,7 +19,7 @@ from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.losses.layer_losses import losses_of
-from torchstrategy.optimizers.by_name import check_takes_no_closure
+from torchstrategy.optimizers.by_name import check_takes_no_closure, plain_class
 from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import get_strategy
 from torchstrategy.training.calling import call_arguments
@@ -27,7 +27,7 @@ from torchstrategy.training.compiled_loss import CompiledLoss
 from torchstrategy.training.example import copy_module
 from torchstrategy.training.model import Model
 from torchstrategy.training.outputs import Outputs
-from torchstrategy.training.saving import load_model, plain_class
+from torchstrategy.training.saving import load_model
 from torchstrategy.training.trainable import TrainableModule
 from torchstrategy.training.trainer import is_metric, trainer_of
 from torchstrategy.training.weight_files import plain_module

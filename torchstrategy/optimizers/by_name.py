@@ -15,7 +15,7 @@ from torchstrategy.base.names import find
 from torchstrategy.optimizers.ftrl import Ftrl
 from torchstrategy.replicas.mirrored import resolve
 
-__all__ = ["check_takes_no_closure", "get", "make_optimizer"]
+__all__ = ["check_takes_no_closure", "get", "make_optimizer", "plain_class"]
 
 #: Keras' names: torch's class and Keras' defaults where torch's differ. Keras' ``epsilon`` is 1e-7.
 _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -125,6 +125,16 @@ def check_takes_no_closure(optimizer: Any) -> None:
             "times, and fit computes it once for a batch. Use another optimizer, or override train_step and call "
             "self.optimizer.step(closure) there, in place of self.minimize(loss)."
         )
+
+
+def plain_class(cls: type) -> type:
+    """Return an optimizer's class without what strategies have mixed in."""
+    return next(c for c in cls.__mro__ if not any(map(_is_mixed_in, c.__mro__)))
+
+
+def _is_mixed_in(cls: type) -> bool:
+    """Say whether a class is this library's, and not one of its optimizers."""
+    return cls.__module__.startswith("torchstrategy.") and not cls.__module__.startswith("torchstrategy.optimizers.")
 
 
 def _checked(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:

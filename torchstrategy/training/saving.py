@@ -20,6 +20,7 @@ from torchstrategy.checkpoint.agreement import agree_on_restore
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.optimizers.by_name import plain_class
 from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.strategies.default import get_strategy
@@ -37,7 +38,7 @@ from torchstrategy.training.weight_files import (
     write_as_one,
 )
 
-__all__ = ["load_model", "load_weights", "plain_class", "save_model", "save_weights"]
+__all__ = ["load_model", "load_weights", "save_model", "save_weights"]
 
 _Path = str | os.PathLike[str]
 _VERSION = 1
@@ -172,17 +173,6 @@ def _arguments_of(body: nn.Module, trainer: Trainer) -> dict[str, Any]:
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     settings = {"class": plain_class(type(optimizer)), "groups": groups, "defaults": dict(optimizer.defaults)}
     return {**trainer.arguments, "optimizer": settings}
-
-
-def plain_class(cls: type) -> type:
-    """Return a class without what strategies have mixed in."""
-    return next(c for c in cls.__mro__ if not any(_is_mixed_in(b) for b in c.__mro__))
-
-
-def _is_mixed_in(cls: type) -> bool:
-    """Say whether a class is a strategy's, and not a model or an optimizer of the library's own."""
-    own = ("torchstrategy.training.", "torchstrategy.optimizers.")
-    return cls.__module__.startswith("torchstrategy.") and not cls.__module__.startswith(own)
 
 
 def _read(file: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
-from torchstrategy.gradients.host_updates import HostedOptimizer
+from torchstrategy.optimizers.by_name import plain_class
 from torchstrategy.parameter_server.served import Served
 from torchstrategy.patches import keep_freed_memory
 from torchstrategy.replicas.mirrored import bodies
@@ -85,7 +85,7 @@ def _tune(model: nn.Module, optimizer: Optimizer | None, turn_convolutions: Call
             done.append("freed memory is kept")
         done += turn_convolutions()
     if optimizer is not None and types <= {"cpu", "cuda"} and _fuse(optimizer):
-        done.append(f"{_plain_class(bodies(optimizer)[0]).__name__} is fused")
+        done.append(f"{plain_class(type(bodies(optimizer)[0])).__name__} is fused")
     line = f"Tuned for {' and '.join(sorted(types)) or 'no device'}: {'; '.join(done) or 'nothing to do'}."
     logger.info(line)
     return line
@@ -171,16 +171,10 @@ def _align_steps(optimizer: Optimizer) -> None:
         optimizer.register_step_pre_hook(align_before_step)
 
 
-def _plain_class(optimizer: Optimizer) -> type:
-    """Return the class that an optimizer had before central storage changed it."""
-    bases = type(optimizer).__bases__
-    return bases[1] if bases[0] is HostedOptimizer else type(optimizer)
-
-
 def _fuse(optimizer: Optimizer) -> bool:
     """Make an optimizer's steps fused, if they can be; say whether they are."""
     copies = bodies(optimizer)
-    if _plain_class(copies[0]) not in _FUSED:
+    if plain_class(type(copies[0])) not in _FUSED:
         return False
     for group in copies[0].param_groups:
         values = [value for key, value in group.items() if key not in ("params", "lr")]
