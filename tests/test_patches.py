@@ -165,12 +165,12 @@ def test_replicas_at_once_leave_only_what_they_say():
 
 def test_a_function_that_compiles_leaves_modules_as_they_were():
     run("""
+    assert vars(torch.nn.Module)["_compiled_call_impl"] is None
     for _ in range(2):
         model = torch.nn.Linear(2, 1)
         step = ts.function(lambda x: model(x), jit_compile=True, backend="eager")
         for _ in range(3):
             step(torch.ones(1, 2))
-        assert ("torch.nn.modules.module", "Module", "_compiled_call_impl") not in before
         assert type(vars(torch.nn.Module)["_compiled_call_impl"]).__name__ == "_Finder"
         assert any("_compiled_call_impl" in patch.what for patch in patches.active()), patches.active()
         del model, step

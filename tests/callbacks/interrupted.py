@@ -105,10 +105,10 @@ def make_model(strategy, optimizer="adam", model=Noisy, **kwargs):
 
 
 def _state(optimizer):
-    """Return an optimizer's state without how torch computes a step: `fit` sets it only if it has a step to do."""
+    """Return an optimizer's state without whether its steps are fused: `fit` sees to that only if it has one to do."""
     state = optimizer.state_dict()
     for group in state["param_groups"]:
-        del group["fused"], group["foreach"]
+        del group["fused"]
     return state
 
 
