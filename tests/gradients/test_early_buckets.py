@@ -8,7 +8,7 @@ from torchstrategy.gradients.early_buckets import EarlyPlan
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.plan import Plans
 
-LEDGER, PLANS = GradientLedger(1), Plans()
+LEDGER, PLANS = GradientLedger(1, lambda: 0), Plans()
 
 
 def watched(parameters):
@@ -20,8 +20,6 @@ def watched(parameters):
 def backward(parameters, factor=1.0):
     """Add gradients as a replica's backward pass does."""
     sum((factor * parameter).sum() for parameter in parameters).backward()
-    for parameter in parameters:
-        LEDGER.note_backward(parameter, is_inside=True)
 
 
 def mark(parameter):

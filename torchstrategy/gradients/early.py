@@ -79,6 +79,7 @@ class EarlySums:
         self._is_settling = False
         self._is_under_way = False  # whether there are sums that nobody has waited for
         self._is_off = False
+        ledger.early = weakref.ref(self)
         _all.add(self)
 
     def note_backward(self, parameter: Tensor) -> None:

@@ -20,19 +20,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
-from torchstrategy.gradients.summer import GradientSummer, optimizer_parameters
-from torchstrategy.replicas.hooks import own_hook
+from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner
 
-__all__ = ["guard_parameter", "install", "watched"]
+__all__ = ["install", "watched"]
 
 _lock = threading.RLock()
 _num_runs = 0
@@ -194,45 +192,6 @@ def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
             "process: each would update its scale. Make it inside `with strategy.scope():`."
         )
     context.sum_gradients(optimizer)
-
-
-def guard_parameter(
-    parameter: Tensor, local_id: int, running: Callable[[], int | None], summer: weakref.ref[GradientSummer]
-) -> None:
-    """Raise when another replica's backward reaches a parameter, or one adds to a gradient that is summed already.
-
-    Args:
-        parameter: a replica's own parameter.
-        local_id: the replica's position in the process.
-        running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
-            have no context.
-        summer: hears of each backward pass that has added to the parameter's gradient.
-    """
-    own = weakref.ref(parameter)
-
-    @own_hook
-    def check(tensor: Tensor) -> None:
-        if tensor is not own():  # what a hook of the program's has returned, which torch is about to refuse
-            return
-        context = current_replica_context()
-        current = running() if context is None else context.local_id
-        if current is not None and current != local_id:
-            raise RuntimeError(
-                f"The backward pass of local replica {current} reached a parameter (shape {tuple(tensor.shape)}) of "
-                f"local replica {local_id}. A tensor or list of parameters taken from the model outside `run` belongs "
-                "to replica 0: read it from the model inside the replica function."
-            )
-        if (listener := summer()) is not None:
-            is_inside = current is not None
-            listener.ledger.note_backward(tensor, is_inside=is_inside)
-            if is_inside and listener.early is not None:
-                listener.early.note_backward(tensor)
-
-    if parameter.is_leaf and not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex()):
-        required = parameter.requires_grad
-        parameter.requires_grad_()  # a frozen one may be trained later
-        parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(required)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.fingerprints import fingerprints
 from torchstrategy.collectives.call_site import call_site
+from torchstrategy.replicas.hooks import own_hook
 
 __all__ = ["GradientLedger", "Note", "State"]
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to what is gone, or for no replica."""
+
 
 #: So many first steps of an optimizer leave fingerprints of the sums that they have used, in case they are used again.
 _NUM_KEPT = 3
@@ -48,22 +55,31 @@ class State(enum.Enum):
     DOUBTFUL = enum.auto()
 
 
+#: Names of enumerations are looked up slowly, and these are needed for each gradient of each step.
+_UNKNOWN, _LOCAL = State.UNKNOWN, State.LOCAL
+
+
 class Note:
     """What is known of one parameter's gradient.
 
     Args:
         parameter: a replica's.
         local_id: the replica's position in the process.
+        ledger: where the note is.
     """
 
     __slots__ = (
-        *("fingerprint", "gradient", "local_id", "num_computed", "parameter", "passes", "run", "state", "version"),
+        *("fingerprint", "gradient", "ledger", "local_id", "num_computed", "parameter", "passes", "run", "state"),
+        "version",
     )
 
-    def __init__(self, parameter: weakref.ref[Tensor], local_id: int) -> None:
+    def __init__(
+        self, parameter: weakref.ref[Tensor], local_id: int, ledger: Callable[[], GradientLedger | None]
+    ) -> None:
         self.parameter = parameter
         self.local_id = local_id
-        self.state = State.UNKNOWN
+        self.ledger = ledger
+        self.state = _UNKNOWN
         #: The tensor that it was when last seen, and its version then.
         self.gradient: Callable[[], Tensor | None] = _nothing
         self.version = 0
@@ -75,6 +91,30 @@ class Note:
         self.num_computed = 0
         #: Of a sum that was not used in its run, or of one that may be used again.
         self.fingerprint: int | None = None
+
+    @own_hook
+    def note_backward(self, tensor: Tensor) -> None:
+        """Take notice of a backward pass that has added to the gradient: torch's hook of the parameter.
+
+        It is called for each gradient of each step, amid torch's own code: each object that it touches costs more than
+        what it does.
+
+        Raises:
+            RuntimeError: the pass is another replica's, or the gradient was a sum that no step has used.
+        """
+        ledger = self.ledger()
+        if ledger is None or tensor is not self.parameter():  # a program's hook returned it; torch is about to refuse
+            return
+        context = current_replica_context()
+        current = ledger.running() if context is None else context.local_id
+        grad = tensor.grad
+        if self.state is _UNKNOWN and current == self.local_id and grad is not None:
+            self.state, self.gradient, self.version = _LOCAL, weakref.ref(grad), grad._version
+            self.passes = next(ledger.passes)
+        else:
+            ledger.note_backward(self, grad, current)
+        if current is not None and (early := ledger.early()) is not None:
+            early.note_backward(tensor)
 
     def set(self, state: State, gradient: Tensor, passes: int) -> None:
         """Know of a new gradient."""
@@ -94,9 +134,14 @@ class GradientLedger:
 
     Args:
         num_local: number of this process's replicas.
+        running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
+            have no context.
     """
 
-    def __init__(self, num_local: int) -> None:
+    def __init__(self, num_local: int, running: Callable[[], int | None] = _nothing) -> None:
+        self.running = running
+        #: A weak reference to what hears of each backward pass in ``run``, for sums that begin meanwhile.
+        self.early: Callable[[], Any] = _nothing
         #: By id of the parameter.
         self._notes: dict[int, Note] = {}
         #: For each local replica those whose gradients were not simply its own when last seen.
@@ -107,17 +152,18 @@ class GradientLedger:
         self._grow_anew: list[set[Note]] = [set() for _ in range(num_local)]
         #: For each, how often it has computed gradients without giving them to parameters.
         self._num_computed = [0] * num_local
-        self._passes = itertools.count(1)
+        #: Numbers of backward passes.
+        self.passes = itertools.count(1)
         #: How many steps have used the gradient of a parameter that is an optimizer's first, by its id.
         self._num_steps: Counter[int] = Counter()
         #: Whether a used sum was met again, so that all steps leave fingerprints.
         self._meets_used = False
 
     def watch(self, parameter: Tensor, local_id: int) -> None:
-        """Take up a parameter of a local replica.
+        """Take up a parameter of a local replica, and hear of its backward passes.
 
         Args:
-            parameter: it tells of its backward passes by ``note_backward``.
+            parameter: a replica's own.
             local_id: the replica's position in the process.
         """
         key = id(parameter)
@@ -131,7 +177,13 @@ class GradientLedger:
 
         known = self._notes.get(key)
         if known is None or known.parameter() is not parameter or known.local_id != local_id:
-            self._notes[key] = Note(weakref.ref(parameter, forget), local_id)
+            note = self._notes[key] = Note(weakref.ref(parameter, forget), local_id, weakref.ref(self))
+            is_floating = parameter.is_floating_point() or parameter.is_complex()
+            if parameter.is_leaf and not parameter.is_inference() and is_floating:
+                required = parameter.requires_grad
+                parameter.requires_grad_()  # a frozen one may be trained later
+                parameter.register_post_accumulate_grad_hook(note.note_backward)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(required)
 
     def begin_backward(self, local_id: int, *, create_graph: bool = False) -> None:
         """Look at the gradients that a backward pass of a replica may add to.
@@ -177,27 +229,31 @@ class GradientLedger:
         self._open[local_id].difference_update(closed)
         self._unused.difference_update(closed)
 
-    def note_backward(self, parameter: Tensor, *, is_inside: bool) -> None:
-        """Take notice of a backward pass that has added to a parameter's gradient.
+    def note_backward(self, note: Note, grad: Tensor | None, current: int | None) -> None:
+        """Take notice of a backward pass that has added to a gradient of which something was known, or that is odd.
 
         Args:
-            parameter: the parameter.
-            is_inside: whether the pass is a replica's, in ``run``.
+            note: what was known.
+            grad: what the gradient is now.
+            current: the replica whose pass it is; ``None`` outside ``run``.
 
         Raises:
-            RuntimeError: the gradient was a sum that no step has used.
+            RuntimeError: the pass is another replica's, or the gradient was a sum that no step has used.
         """
-        note, grad = self._notes[id(parameter)], parameter.grad
+        if current is not None and current != note.local_id:
+            shape = () if (parameter := note.parameter()) is None else tuple(parameter.shape)
+            raise RuntimeError(
+                f"The backward pass of local replica {current} reached a parameter (shape {shape}) of local replica "
+                f"{note.local_id}. A tensor or list of parameters taken from the model outside `run` belongs to "
+                "replica 0: read it from the model inside the replica function."
+            )
         if grad is None:
             self._close(note)
-        elif note.state is State.UNKNOWN and is_inside:  # of all parameters in each step, so without further calls
-            note.state, note.gradient, note.version = State.LOCAL, weakref.ref(grad), grad._version
-            note.passes = next(self._passes)
-        else:
-            state = State.LOCAL if is_inside else State.OUTSIDE
-            if note.state is not State.UNKNOWN and (note.gradient() is grad or note in self._grow_anew[note.local_id]):
-                state = self._grown(note, grad, state)
-            self._set(note, state, grad, next(self._passes))
+            return
+        state = State.OUTSIDE if current is None else State.LOCAL
+        if note.state is not State.UNKNOWN and (note.gradient() is grad or note in self._grow_anew[note.local_id]):
+            state = self._grown(note, grad, state)
+        self._set(note, state, grad, next(self.passes))
 
     def _grown(self, before: Note, grad: Tensor, new: State) -> State:
         """Return what became of a gradient to which a backward pass has added."""
@@ -404,10 +460,6 @@ class GradientLedger:
         note.state = State.UNKNOWN
         self._open[note.local_id].discard(note)
         self._unused.discard(note)
-
-
-def _nothing() -> None:
-    """Stand for the weak reference to a tensor that is gone."""
 
 
 def _problem(state: State, k: int, parameter: Tensor) -> str:

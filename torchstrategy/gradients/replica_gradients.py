@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base.options import VariableSynchronization
-from torchstrategy.gradients.hooks import guard_parameter
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
@@ -32,7 +31,6 @@ class ReplicaGradients:
         num_replicas: of the strategy, in all processes.
         ledger: what the gradients are.
         summer: sums them.
-        running: returns the position of the replica whose turn it is, or ``None``, also to the threads of autograd.
     """
 
     def __init__(
@@ -43,14 +41,12 @@ class ReplicaGradients:
         num_replicas: int,
         ledger: GradientLedger,
         summer: GradientSummer,
-        running: Callable[[], int | None],
     ) -> None:
         self.ledger = ledger
         self.summer = summer
         self._owner = owner
         self._hosting = hosting
         self._num_replicas = num_replicas
-        self._running = running
         self._parameters: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
         #: For each replica, by id of an optimizer, the ids of the parameters that were found to be the replica's.
         self._checked: list[dict[int, list[int]]] = [{} for _ in range(num_local)]
@@ -62,7 +58,6 @@ class ReplicaGradients:
 
     def refresh(self) -> None:
         """Look again at which parameters the recorded modules have."""
-        summer = weakref.ref(self.summer)
         with self._lock:
             for local_id, before in enumerate(self._parameters):
                 found: dict[int, weakref.ref[Tensor]] = {}
@@ -74,7 +69,6 @@ class ReplicaGradients:
                             known = weakref.ref(tensor)
                             if self._num_replicas > 1:
                                 self.ledger.watch(tensor, local_id)
-                                guard_parameter(tensor, local_id, self._running, summer)
                         found[id(tensor)] = known
                 self._parameters[local_id] = found
                 self._checked[local_id] = {}

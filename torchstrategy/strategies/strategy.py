@@ -483,14 +483,12 @@ class Strategy:
     def _make_gradients(self, options: CommunicationOptions, check_every: int) -> ReplicaGradients:
         """Make what knows the replicas' parameters and sums their gradients."""
         num_local = len(self.placement.devices)
-        ledger = GradientLedger(num_local)
+        running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
+        ledger = GradientLedger(num_local, running)
         summer = GradientSummer(
             self.placement, self.cross_device_ops, self.workers, options, self._buffers, ledger, check_every
         )
-        running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
-        return ReplicaGradients(
-            type(self).__name__, self.hosting, num_local, self.num_replicas_in_sync, ledger, summer, running
-        )
+        return ReplicaGradients(type(self).__name__, self.hosting, num_local, self.num_replicas_in_sync, ledger, summer)
 
     def _run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` for each replica of this process; ``run`` has checked the arguments."""
