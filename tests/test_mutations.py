@@ -38,8 +38,8 @@ MUTATIONS = {
     ),
     "dense gradients are not summed at the step": Mutation(
         "gradients/summer.py",
-        "self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], as_made)",
-        "self._sum_dense(parts, [], as_made)",
+        "self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], looks)",
+        "self._sum_dense(parts, [], looks)",
     ),
     "a step uses a sum twice": Mutation(
         "gradients/ledger.py", "self._note(parameters, State.SUMMED, run)", "pass", ("tests/gradients/test_ledger.py",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 __all__ = [
-    "are_held",
     "as_bytes",
     "group_by_layout",
     "have_own_memory",
@@ -104,32 +102,22 @@ def have_own_memory(tensors: Sequence[Tensor]) -> list[bool]:
     if len(set(map(id, tensors))) < len(tensors):
         return [False] * len(tensors)
     found = []
-    for tensor in tensors:
-        is_own = not tensor.requires_grad and tensor.layout is torch.strided and tensor.device.type in _WITH_STORAGES
-        if is_own:
-            storage = tensor.untyped_storage()
-            is_own = (
-                storage.resizable()  # not of NumPy or another library
-                and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_OWN
-                and not (tensor.is_conj() or tensor.is_neg())
-                and (tensor.is_contiguous() or memory_order(tensor) is not None)
-            )
-        found.append(is_own)
-    return found
-
-
-def are_held(parameters: Sequence[Tensor]) -> list[bool]:
-    """Say of each parameter whether the program, or another parameter, holds its gradient as well."""
-    uses, holders = _UNHELD
-    return [u > uses or h > holders for u, h in _holders(parameters)]
-
-
-def _holders(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return how often each gradient is used by torch and by Python, this function included."""
-    found = []
-    for parameter in parameters:
-        grad = parameter.grad
-        found.append((0, 0) if grad is None else (grad._use_count(), sys.getrefcount(grad)))  # type: ignore[attr-defined]
+    count_uses = torch._C._storage_Use_Count
+    for tensor in tensors:  # of many gradients in each step, so with few calls for each
+        if (
+            tensor.requires_grad
+            or tensor.layout is not torch.strided
+            or not (tensor.is_cpu or tensor.device.type in _WITH_STORAGES)
+        ):
+            found.append(False)
+            continue
+        storage = tensor.untyped_storage()
+        found.append(
+            count_uses(storage._cdata) <= _USES_OF_OWN
+            and storage.resizable()  # not of NumPy or another library
+            and not (tensor.is_neg() or tensor.is_conj())
+            and (tensor.is_contiguous() or memory_order(tensor) is not None)
+        )
     return found
 
 
@@ -178,6 +166,9 @@ def group_by_layout(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, list[i
     Returns:
         For each group the dtype and the positions, the same on all ranks for tensors of the same signatures.
     """
+    kinds = [{tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}]
+    if list(map(len, kinds)) == [1, 1] and not any(tensor.is_sparse for tensor in tensors):  # nearly always, and quick
+        return [(tensors[0].dtype, list(range(len(tensors))))]
     groups: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device, tensor.is_sparse), []).append(index)
@@ -189,13 +180,3 @@ def split_into_packs(count: int, num_packs: int) -> list[range]:
     packs = max(1, min(num_packs, count))
     bounds = [count * i // packs for i in range(packs + 1)]
     return [range(bounds[i], bounds[i + 1]) for i in range(packs)]
-
-
-def _unheld() -> tuple[int, int]:
-    parameter = torch.zeros(1, requires_grad=True)
-    parameter.grad = torch.zeros(1)
-    return _holders([parameter])[0]
-
-
-#: What ``_holders`` returns for a gradient that nobody else holds; how Python counts differs between its versions.
-_UNHELD = _unheld()

@@ -12,10 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.packing import unpack_copies
+from torchstrategy.collectives.packing import unpack, unpack_copies
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["Chunk", "as_addable", "copy_in", "copy_out", "divide", "is_addable", "sum_columns", "sum_in_order"]
+__all__ = [
+    "Chunk",
+    "Pack",
+    "as_addable",
+    "copy_in",
+    "copy_out",
+    "divide",
+    "is_addable",
+    "sum_columns",
+    "sum_in_order",
+]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _ADDABLE = {
@@ -80,6 +90,24 @@ def sum_columns(columns: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tenso
     flat = torch.empty_like(columns[0])
     sum_in_order(columns, flat)
     return unpack_copies(flat, like)
+
+
+class Pack(NamedTuple):
+    """Memory for tensors that are small together: views of it are made once, not in each step.
+
+    Args:
+        flat: the memory.
+        views: parts of it, in the tensors' shapes.
+    """
+
+    flat: Tensor
+    views: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Pack:
+        """Return a pack for contiguous tensors of one dtype on the CPU."""
+        flat = torch.empty(sum([tensor.numel() for tensor in tensors]), dtype=tensors[0].dtype)
+        return cls(flat, unpack(flat, tensors))
 
 
 class Chunk(NamedTuple):

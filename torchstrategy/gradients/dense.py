@@ -59,7 +59,8 @@ class DenseSums:
             indices: the parameters' positions in their optimizer; equal on all ranks.
             parameters: the first local replica's.
             rows: for each local replica, these parameters' gradients.
-            may_overwrite: for each parameter, whether the sum may be written to the gradients' memory.
+            may_overwrite: for each parameter, whether the sum may be written to the gradients' memory, which is laid
+                out as the parameter's.
 
         Returns:
             For each local replica the sums.
@@ -73,7 +74,9 @@ class DenseSums:
             if self.low_rank is not None:
                 totals, num_packs = self.low_rank(indices, parameters, sums[0])
             else:
-                may = may_overwrite if len(devices) == 1 else [True] * len(indices)  # what is new, or allowed as well
+                may = may_overwrite
+                if len(devices) > 1:  # what is new, or allowed as well
+                    may = [t.stride() == p.stride() for t, p in zip(sums[0], parameters, strict=True)]
                 totals, num_packs = self._sum_between(self._workers, sums[0], parameters, may)
             sums = [totals]
             if len(devices) > 1:
@@ -137,10 +140,10 @@ def _in_own_memory(
     """Return gradients that may be written to, in their parameters' formats, and contiguous views of them."""
     own, views = list(tensors), list(tensors)
     for k, (tensor, parameter, may) in enumerate(zip(tensors, parameters, may_overwrite, strict=True)):
-        if may and tensor.is_contiguous() and parameter.is_contiguous():
+        if may and tensor.is_contiguous():
             continue
         order = memory_order(parameter)
-        if not may or order != memory_order(tensor) or (order is None and not tensor.is_contiguous()):
+        if not may:
             memory_format = torch.contiguous_format if order is None else torch.preserve_format
             own[k] = torch.empty_like(parameter, dtype=tensor.dtype, memory_format=memory_format).copy_(tensor)
         views[k] = own[k] if order is None else own[k].permute(order)

@@ -378,22 +378,9 @@ class GradientLedger:
             return None
         return note.passes if note.gradient() is grad and note.version == grad._version else None
 
-    def are_as_made(self, parameters: Iterable[Tensor]) -> list[bool]:
-        """Say of each parameter whether its gradient, unless it is sparse, is as its backward pass has left it."""
-        notes, found = self._notes, []
-        for parameter in parameters:
-            note, grad = notes.get(id(parameter)), parameter.grad
-            found.append(
-                grad is None
-                or grad.is_sparse
-                or (
-                    note is not None
-                    and note.state is State.LOCAL
-                    and note.gradient() is grad
-                    and note.version == grad._version
-                )
-            )
-        return found
+    def notes_of(self, parameters: Iterable[Tensor]) -> list[Note | None]:
+        """Return what is known of the gradient of each parameter."""
+        return list(map(self._notes.get, map(id, parameters)))
 
     def was_edited(self, parameter: Tensor) -> bool:
         """Say whether a replica's own gradient was changed in place since its backward pass, other than to zeros."""

@@ -1,18 +1,21 @@
-"""What is known of the parameters that an optimizer updates: their layout, and how many sums there were."""
+"""What is known of the parameters that an optimizer updates: their layout, how many sums there were, what to sum."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchstrategy.collectives.packing import memory_order
+from torchstrategy.gradients.ledger import GradientLedger, State
 
-__all__ = ["Plan", "Plans", "describe_layout"]
+__all__ = ["Look", "Plan", "Plans", "describe_layout", "look_at"]
 
 #: So often, between two comparisons that are due anyway, parameters are compared because some ranks wrote to them and
 #: others did not.
@@ -114,6 +117,78 @@ def _form_of(parameters: Sequence[Tensor]) -> _Form | None:
         return None
 
 
+class Look(NamedTuple):
+    """What gradients one replica has when they are to be summed.
+
+    Args:
+        gradients: of each parameter, if there is one.
+        dense: a mask of the dense ones, the first parameter's bit the lowest.
+        sparse: a mask of the sparse ones.
+        are_as_made: whether all dense ones are as their backward passes have left them.
+        may_overwrite: for each parameter, whether its dense gradient is so, lies in memory as the parameter does, and
+            is held by nothing else, so that its sum may be written there; also where there is none.
+    """
+
+    gradients: list[Tensor | None]
+    dense: int
+    sparse: int
+    are_as_made: bool
+    may_overwrite: list[bool]
+
+
+def look_at(parameters: Sequence[Tensor], ledger: GradientLedger) -> Look:
+    """Look at all that a replica brings to a sum, in one pass: it is made for each parameter of each step.
+
+    Args:
+        parameters: an optimizer's.
+        ledger: knows their gradients.
+    """
+    local, count_holders = State.LOCAL, sys.getrefcount
+    gradients: list[Tensor | None] = []
+    may_overwrite: list[bool] = []
+    missing, sparse = [], []
+    are_as_made = True
+    for parameter, note in zip(parameters, ledger.notes_of(parameters), strict=True):
+        grad = parameter.grad
+        if grad is None or grad.is_sparse:
+            (missing if grad is None else sparse).append(len(gradients))
+            may_overwrite.append(True)
+        elif note is not None and note.state is local and note.gradient() is grad and note.version == grad._version:
+            may_overwrite.append(
+                count_holders(grad) <= _HOLDERS_OF_OWN
+                and grad._use_count() <= _USES_OF_OWN  # type: ignore[attr-defined]
+                and grad.stride() == parameter.stride()
+            )
+        else:
+            are_as_made = False
+            may_overwrite.append(False)
+        gradients.append(grad)
+    sparse_mask = sum([1 << k for k in sparse])
+    dense_mask = (1 << len(gradients)) - 1 & ~(sparse_mask | sum([1 << k for k in missing]))
+    return Look(gradients, dense_mask, sparse_mask, are_as_made, may_overwrite)
+
+
+def _count_own() -> None:
+    """Find out how often ``look_at`` sees a gradient in use that nothing else holds: Python's versions count apart."""
+    global _HOLDERS_OF_OWN, _USES_OF_OWN
+    ledger, parameter = GradientLedger(1), torch.nn.Parameter(torch.zeros(1))
+    ledger.watch(parameter, 0)
+    parameter.grad = torch.zeros(1)
+    (note,) = ledger.notes_of([parameter])
+    if note is not None:
+        note.set(State.LOCAL, parameter.grad, 0)
+    _USES_OF_OWN = sys.maxsize
+    while not look_at([parameter], ledger).may_overwrite[0]:
+        _HOLDERS_OF_OWN += 1
+    _USES_OF_OWN = 0
+    while not look_at([parameter], ledger).may_overwrite[0]:
+        _USES_OF_OWN += 1
+
+
+#: How often a gradient is in use that only its parameter has, in Python and in torch.
+_HOLDERS_OF_OWN = _USES_OF_OWN = 0
+
+
 def describe_layout(parameters: Sequence[Tensor]) -> list[list[Any]]:
     """Return shapes, dtypes and memory formats for an error message."""
     return [[list(p.shape), str(p.dtype), *_format_name(p)] for p in parameters]
@@ -122,3 +197,6 @@ def describe_layout(parameters: Sequence[Tensor]) -> list[list[Any]]:
 def _format_name(parameter: Tensor) -> list[str]:
     order = memory_order(parameter)
     return [] if order is None else [f"axes {list(order)} in memory"]
+
+
+_count_own()

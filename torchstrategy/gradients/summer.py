@@ -21,7 +21,7 @@ from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import PerReplica
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.packing import are_held, in_format_of
+from torchstrategy.collectives.packing import in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
 from torchstrategy.gradients.comparison import compare_between_ranks
@@ -29,7 +29,7 @@ from torchstrategy.gradients.dense import DenseSums, sum_in_buckets
 from torchstrategy.gradients.early import EarlyReport, EarlySums
 from torchstrategy.gradients.ledger import GradientLedger, State
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
-from torchstrategy.gradients.plan import Plan, Plans, describe_layout
+from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
 from torchstrategy.gradients.sync_check import names_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
@@ -164,7 +164,8 @@ class GradientSummer:
         firsts = parts[0].parameters
         plan = self._plans.of(firsts) if firsts else None
         slots = self._buffers.candidates(0 if plan is None else plan.number, firsts)
-        record, as_made = self._describe(plan, slots, parts)
+        looks = [look_at(part.parameters, self.ledger) for part in parts]
+        record = self._describe(plan, slots, parts, looks)
         records = self._exchange(record, plan, firsts, parts[0].optimizer)
         if plan is not None:
             self._look_at_losses(plan, parts)
@@ -183,7 +184,7 @@ class GradientSummer:
         todo = (dense | sparse) & ~(marked | edited)
         with torch.no_grad():
             taken = self._take_early(firsts, records, _positions(todo & dense))
-            self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], as_made)
+            self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], looks)
             for k in _positions(todo & ~dense):
                 self._sum_sparse([part.parameters[k] for part in parts])
             self._sync_buffers([slots[k] for k in _positions(changed)], weights)
@@ -225,24 +226,18 @@ class GradientSummer:
             self.mean_losses.before_sum(parameters, is_new=is_new, is_edited=is_edited)
 
     def _describe(
-        self, plan: Plan | None, slots: Sequence[Slot], parts: Sequence[GradientSum]
-    ) -> tuple[_Record, list[bool]]:
-        """Return what the processes must know, and of each gradient whether its memory may be written to.
-
-        It may where the gradient is new here, or as `backward` made it: the program may keep other tensors.
-        """
+        self, plan: Plan | None, slots: Sequence[Slot], parts: Sequence[GradientSum], looks: Sequence[Look]
+    ) -> _Record:
+        """Return what the processes must know."""
         firsts = parts[0].parameters
         dense = sparse = marked = 0
         doubts: list[list[Any]] = []
-        rows_as_made = [self.ledger.are_as_made(part.parameters) for part in parts]
-        as_made = rows_as_made[0] if len(parts) == 1 else [all(row) for row in zip(*rows_as_made, strict=True)]
-        rows = [[parameter.grad for parameter in part.parameters] for part in parts]
-        for row in rows:
-            dense |= _mask([grad is not None and not grad.is_sparse for grad in row])
-            sparse |= _mask([grad is not None and grad.is_sparse for grad in row])
-        if sparse or not all(as_made):
-            states = [self._states(part) for part in parts]
-            for k, (column, found) in enumerate(zip(zip(*rows, strict=True), zip(*states, strict=True), strict=True)):
+        for look in looks:
+            dense, sparse = dense | look.dense, sparse | look.sparse
+        if sparse or not all(look.are_as_made for look in looks):
+            columns = zip(*[look.gradients for look in looks], strict=True)
+            states = zip(*[self._states(part) for part in parts], strict=True)
+            for k, (column, found) in enumerate(zip(columns, states, strict=True)):
                 present = [grad for grad in column if grad is not None]
                 if not present or found.count(State.LOCAL) == len(found):
                     continue
@@ -269,7 +264,7 @@ class GradientSummer:
             rates, writes = digest_of(optimizer), sum([parameter._version for parameter in firsts])
         return _Record(
             *(digest, number, dense, sparse, marked, changed, weights, step, doubts, rates, writes, low_rank, early)
-        ), as_made
+        )
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -328,27 +323,22 @@ class GradientSummer:
             parameters[k].grad = in_format_of(sums[k].data, parameters[k])
         return taken
 
-    def _sum_dense(self, parts: Sequence[GradientSum], indices: Sequence[int], may_overwrite: Sequence[bool]) -> None:
+    def _sum_dense(self, parts: Sequence[GradientSum], indices: Sequence[int], looks: Sequence[Look]) -> None:
         if not indices:
             return
+        may = [looks[0].may_overwrite[k] for k in indices]
+        for look in looks[1:]:
+            may = [before and look.may_overwrite[k] for k, before in zip(indices, may, strict=True)]
         chosen = [[part.parameters[k] for k in indices] for part in parts]
-        may_overwrite = [may_overwrite[k] for k in indices]
-        for parameters in chosen:
-            held = are_held(parameters)
-            may_overwrite = [may and not is_held for may, is_held in zip(may_overwrite, held, strict=True)]
-        rows = []
-        for parameters in chosen:
-            row = []
-            for parameter in parameters:
-                grad = parameter.grad
-                if grad is None:
-                    grad = torch.zeros_like(parameter)
-                row.append(grad.to_dense() if grad.is_sparse else grad)
-            rows.append(row)
-        sums = self._dense(indices, chosen[0], rows, may_overwrite)
-        for parameters, totals in zip(chosen, sums, strict=True):
-            for parameter, total in zip(parameters, totals, strict=True):
-                if total is parameter.grad and total.stride() == parameter.stride():
+        gradients = [[look.gradients[k] for k in indices] for look in looks]
+        rows = [
+            [_dense(grad, parameter) for grad, parameter in zip(row, parameters, strict=True)]
+            for row, parameters in zip(gradients, chosen, strict=True)
+        ]
+        sums = self._dense(indices, chosen[0], rows, may)
+        for parameters, row, totals in zip(chosen, gradients, sums, strict=True):
+            for parameter, grad, total, was_allowed in zip(parameters, row, totals, may, strict=True):
+                if total is grad and was_allowed:
                     continue  # it was added up in its own memory
                 own = total.data  # which has a version of its own: the parts of a bucket share one
                 parameter.grad = own if own.stride() == parameter.stride() else in_format_of(own, parameter)
@@ -392,11 +382,11 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _mask(bits: Sequence[bool]) -> int:
-    """Return the number whose bits, the lowest first, these are."""
-    if all(bits):
-        return (1 << len(bits)) - 1
-    return int("".join(["1" if bit else "0" for bit in reversed(bits)]) or "0", 2)
+def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    """Return what a replica adds to the sum of dense gradients, in memory as its parameter if it is new."""
+    if grad is None:
+        return torch.zeros_like(parameter)
+    return in_format_of(grad.to_dense(), parameter) if grad.is_sparse else grad
 
 
 def _positions(mask: int) -> list[int]:
