@@ -179,30 +179,6 @@ def test_gradients_keep_their_memory_format():
         assert value.is_contiguous(memory_format=torch.channels_last)
 
 
-def shared_twice():
-    same = torch.ones(2)
-    return [[same, torch.ones(2)], [same, torch.ones(2)]]
-
-
-OTHER_USES = {
-    "of a graph": lambda: [[torch.ones(2, requires_grad=True) * 1, torch.ones(2)]],
-    "leaf": lambda: [[torch.ones(2, requires_grad=True), torch.ones(2)]],
-    "expanded": lambda: [[torch.ones(1).expand(2), torch.ones(2)]],
-    "shared by replicas": lambda: [[torch.ones(2)] * 2],
-    "shared by parameters": shared_twice,
-}
-
-
-@pytest.mark.parametrize("make", OTHER_USES.values(), ids=OTHER_USES)
-def test_gradients_with_other_uses_are_left_alone(make):
-    rows = make()
-    with torch.no_grad():
-        found = sums_of(rows)
-    for row, own in zip(rows, found, strict=True):
-        assert all(value.tolist() == [1, 1] for value in row)
-        assert all(value.tolist() == [2, 2] for value in own)
-
-
 def test_gradients_of_other_ops_go_through_them():
     class Doubling(ts.ReductionToOneDevice):
         def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):

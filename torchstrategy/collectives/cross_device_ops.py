@@ -17,7 +17,7 @@ from torchstrategy.base.devices import canonical_device, tensor_device
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
-from torchstrategy.collectives.packing import have_own_memory, pack, split_into_packs, unpack
+from torchstrategy.collectives.packing import pack, split_into_packs, unpack
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice", "sum_gradients"]
@@ -278,7 +278,8 @@ def sum_gradients(
     Args:
         ops: how they are combined.
         rows: for each replica its gradients, in one order.
-        may_overwrite: for each parameter, whether the sum may be written to the gradients' memory.
+        may_overwrite: for each parameter, whether the sum may be written to the gradients' memory, which no other
+            tensor uses.
         destinations: the replicas' devices.
         options: hints.
 
@@ -288,9 +289,7 @@ def sum_gradients(
     sums = [list(row) for row in rows]
     in_place: list[int] = []
     if True in may_overwrite and _adds_in_order(ops, destinations):
-        count, are_own = len(may_overwrite), have_own_memory([tensor for row in rows for tensor in row])
-        by_replica = [are_own[i * count : (i + 1) * count] for i in range(len(rows))]
-        in_place = [k for k, found in enumerate(zip(may_overwrite, *by_replica, strict=True)) if all(found)]
+        in_place = [k for k, may in enumerate(may_overwrite) if may]
     if in_place:
         _sum_in_place([[row[k] for k in in_place] for row in rows])
     if len(in_place) < len(may_overwrite):

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 __all__ = [
+    "USES_OF_OWN_STORAGE",
+    "WITH_STORAGES",
     "as_bytes",
     "group_by_layout",
     "have_own_memory",
@@ -24,9 +26,9 @@ __all__ = [
 
 
 #: Devices whose tensors have memory that can be asked for its uses.
-_WITH_STORAGES = ("cpu", "cuda", "xpu")
+WITH_STORAGES = ("cpu", "cuda", "xpu")
 #: Of memory that one tensor uses: the tensor, and the object by which it is asked for.
-_USES_OF_OWN = 2
+USES_OF_OWN_STORAGE = 2
 
 
 def pack(tensors: Sequence[Tensor], formats: Sequence[Tensor] | None = None) -> Tensor:
@@ -107,13 +109,13 @@ def have_own_memory(tensors: Sequence[Tensor]) -> list[bool]:
         if (
             tensor.requires_grad
             or tensor.layout is not torch.strided
-            or not (tensor.is_cpu or tensor.device.type in _WITH_STORAGES)
+            or not (tensor.is_cpu or tensor.device.type in WITH_STORAGES)
         ):
             found.append(False)
             continue
         storage = tensor.untyped_storage()
         found.append(
-            count_uses(storage._cdata) <= _USES_OF_OWN
+            count_uses(storage._cdata) <= USES_OF_OWN_STORAGE
             and storage.resizable()  # not of NumPy or another library
             and not (tensor.is_neg() or tensor.is_conj())
             and (tensor.is_contiguous() or memory_order(tensor) is not None)
@@ -166,9 +168,9 @@ def group_by_layout(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, list[i
     Returns:
         For each group the dtype and the positions, the same on all ranks for tensors of the same signatures.
     """
-    kinds = [{tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}]
-    if list(map(len, kinds)) == [1, 1] and not any(tensor.is_sparse for tensor in tensors):  # nearly always, and quick
-        return [(tensors[0].dtype, list(range(len(tensors))))]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1 and all(tensor.is_cpu and not tensor.is_sparse for tensor in tensors):  # often, and quick
+        return [(dtypes.pop(), list(range(len(tensors))))]
     groups: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device, tensor.is_sparse), []).append(index)

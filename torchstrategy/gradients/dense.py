@@ -76,7 +76,9 @@ class DenseSums:
             else:
                 may = may_overwrite
                 if len(devices) > 1:  # what is new, or allowed as well
-                    may = [t.stride() == p.stride() for t, p in zip(sums[0], parameters, strict=True)]
+                    are_own = have_own_memory(sums[0])
+                    are_alike = [t.stride() == p.stride() for t, p in zip(sums[0], parameters, strict=True)]
+                    may = [own and alike for own, alike in zip(are_own, are_alike, strict=True)]
                 totals, num_packs = self._sum_between(self._workers, sums[0], parameters, may)
             sums = [totals]
             if len(devices) > 1:
@@ -101,8 +103,9 @@ class DenseSums:
             if not workers.sums_in_place(members):
                 rest += indices
                 continue
-            may = [may_overwrite[i] and own for i, own in zip(indices, have_own_memory(members), strict=True)]
-            members, rows = _in_own_memory(members, [parameters[i] for i in indices], may)
+            members, rows = _in_own_memory(
+                members, [parameters[i] for i in indices], [may_overwrite[i] for i in indices]
+            )
             workers.sum_in_place(rows, "the sum of gradients")
             num_packs += 1
             for i, member in zip(indices, members, strict=True):

@@ -103,11 +103,11 @@ class Note:
             RuntimeError: the pass is another replica's, or the gradient was a sum that no step has used.
         """
         ledger = self.ledger()
-        if ledger is None or tensor is not self.parameter():  # a program's hook returned it; torch is about to refuse
+        if ledger is None:
             return
         context = current_replica_context()
         current = ledger.running() if context is None else context.local_id
-        grad = tensor.grad
+        grad = getattr(tensor, "grad", None)  # it may be what a program's hook returned, which torch is about to refuse
         if self.state is _UNKNOWN and current == self.local_id and grad is not None:
             self.state, self.gradient, self.version = _LOCAL, weakref.ref(grad), grad._version
             self.passes = next(ledger.passes)
@@ -417,21 +417,19 @@ class GradientLedger:
     def _note(self, parameters: Iterable[Tensor], state: State, run: Any) -> None:
         """Note that present gradients are sums; of many parameters in each step, so in few operations."""
         reference = None if run is None else weakref.ref(run)
-        seen = []
+        seen: list[list[Note]] = [[] for _ in self._open]
         for parameter in parameters:
             note, grad = self._notes.get(id(parameter)), parameter.grad
             if grad is None or note is None:
                 continue
             if note.gradient() is not grad:
                 note.gradient = weakref.ref(grad)
-            note.state, note.version, note.fingerprint = state, grad._version, None
-            note.run, note.num_computed = reference, self._num_computed[note.local_id]
-            self._open[note.local_id].add(note)
-            seen.append(note)
-        if state is State.SUMMED:
-            self._unused.update(seen)
-        else:
-            self._unused.difference_update(seen)
+            note.state, note.version, note.fingerprint, note.run = state, grad._version, None, reference
+            note.num_computed = self._num_computed[note.local_id]
+            seen[note.local_id].append(note)
+        for known, notes in zip(self._open, seen, strict=True):
+            known.update(notes)
+            (self._unused.update if state is State.SUMMED else self._unused.difference_update)(notes)
 
     def _set(self, note: Note, state: State, grad: Tensor, passes: int) -> None:
         note.set(state, grad, passes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.packing import memory_order
+from torchstrategy.collectives.packing import USES_OF_OWN_STORAGE, WITH_STORAGES, memory_order
 from torchstrategy.gradients.ledger import GradientLedger, State
 
 __all__ = ["Look", "Plan", "Plans", "describe_layout", "look_at"]
@@ -21,8 +21,9 @@ __all__ = ["Look", "Plan", "Plans", "describe_layout", "look_at"]
 #: others did not.
 _NUM_UNLIKE = 20
 _Key = tuple[tuple[int, ...], tuple[Any, ...]]
-#: Shapes, dtypes and strides of some parameters: read faster than a layout, and says no less.
-_Form = tuple[list[Any], list[Any], list[Any]]
+#: Shape, dtype and strides of each parameter, no strides where there is a gap or an overlap in its memory: read faster
+#: than a layout, and says no less.
+_Form = list[tuple[torch.Size, torch.dtype, tuple[int, ...] | None]]
 
 
 class Plan:
@@ -42,15 +43,8 @@ class Plan:
         self._num_unlike = 0
         #: Weak ones to the parameters.
         self.references = [weakref.ref(parameter) for parameter in parameters]
-        self._form: _Form | None = None
-
-    def note_form(self, parameters: Sequence[Tensor]) -> None:
-        """Remember what a change of the layout would show in."""
-        self._form = _form_of(parameters)
-
-    def fits(self, parameters: Sequence[Tensor]) -> bool:
-        """Say whether these are the parameters, and surely in the layout that they had."""
-        return self.is_of(parameters) and self._form is not None and self._form == _form_of(parameters)
+        #: What a change of the layout shows in.
+        self.form = _form_of(parameters)
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Say whether these are the parameters."""
@@ -89,16 +83,13 @@ class Plans:
         self._last: dict[int, Plan] = {}
         self._num_plans = 0
 
+    def last_of(self, parameters: Sequence[Tensor]) -> Plan | None:
+        """Return the plan that a list of parameters had when last asked for, whatever has become of their layout."""
+        plan = self._last.get(id(parameters[0]))
+        return plan if plan is not None and plan.is_of(parameters) else None
+
     def of(self, parameters: Sequence[Tensor]) -> Plan:
         """Return the plan of a list of parameters, another one where a shape, dtype or memory format has changed."""
-        first = id(parameters[0])
-        plan = self._last.get(first)
-        if plan is None or not plan.fits(parameters):
-            plan = self._last[first] = self._find(parameters)
-            plan.note_form(parameters)
-        return plan
-
-    def _find(self, parameters: Sequence[Tensor]) -> Plan:
         layout = tuple((tuple(p.shape), str(p.dtype), memory_order(p)) for p in parameters)
         key = (tuple(map(id, parameters)), layout)
         plan = self._plans.get(key)
@@ -107,28 +98,36 @@ class Plans:
             self._last = {first: plan for first, plan in self._last.items() if plan.is_alive()}
             self._num_plans += 1
             plan = self._plans[key] = Plan(self._num_plans, layout, parameters)
+        plan.form = _form_of(parameters)  # of the same layout: axes of size 1 may have other strides
+        self._last[id(parameters[0])] = plan
         return plan
 
 
-def _form_of(parameters: Sequence[Tensor]) -> _Form | None:
-    try:
-        return [p.shape for p in parameters], [p.dtype for p in parameters], [p.stride() for p in parameters]
-    except RuntimeError:  # of a layout without strides
-        return None
+def _form_of(parameters: Sequence[Tensor]) -> _Form:
+    return [(p.shape, p.dtype, p.stride() if _is_without_gaps(p) else None) for p in parameters]
+
+
+def _is_without_gaps(parameter: Tensor) -> bool:
+    if parameter.layout is not torch.strided:
+        return False
+    return parameter.is_contiguous() or memory_order(parameter) is not None
 
 
 class Look(NamedTuple):
     """What gradients one replica has when they are to be summed.
 
     Args:
+        fits: whether the parameters are surely laid out as their plan has it.
         gradients: of each parameter, if there is one.
         dense: a mask of the dense ones, the first parameter's bit the lowest.
         sparse: a mask of the sparse ones.
         are_as_made: whether all dense ones are as their backward passes have left them.
-        may_overwrite: for each parameter, whether its dense gradient is so, lies in memory as the parameter does, and
-            is held by nothing else, so that its sum may be written there; also where there is none.
+        may_overwrite: for each parameter, whether the sum may be written to its gradient's memory: ``backward`` has
+            left it so, it is laid out as the parameter is, and neither the program nor a graph nor another tensor uses
+            it, as do views that autograd gives to several parameters. Also where the gradient is missing or sparse.
     """
 
+    fits: bool
     gradients: list[Tensor | None]
     dense: int
     sparse: int
@@ -136,36 +135,51 @@ class Look(NamedTuple):
     may_overwrite: list[bool]
 
 
-def look_at(parameters: Sequence[Tensor], ledger: GradientLedger) -> Look:
-    """Look at all that a replica brings to a sum, in one pass: it is made for each parameter of each step.
+def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLedger) -> Look:
+    """Look at all that a replica brings to a sum, in one pass: each one costs a step as much as the sum itself.
 
     Args:
         parameters: an optimizer's.
+        plan: theirs, or that of the first local replica's.
         ledger: knows their gradients.
     """
-    local, count_holders = State.LOCAL, sys.getrefcount
+    local, count_holders, count_uses = State.LOCAL, sys.getrefcount, torch._C._storage_Use_Count
     gradients: list[Tensor | None] = []
     may_overwrite: list[bool] = []
     missing, sparse = [], []
-    are_as_made = True
-    for parameter, note in zip(parameters, ledger.notes_of(parameters), strict=True):
+    fits = are_as_made = True
+    form = [(None, None, None)] * len(parameters) if plan is None else plan.form
+    for parameter, (shape, dtype, stride), note in zip(parameters, form, ledger.notes_of(parameters), strict=True):
         grad = parameter.grad
+        if parameter.shape != shape or parameter.dtype is not dtype or stride is None or parameter.stride() != stride:
+            fits, stride = False, None
         if grad is None or grad.is_sparse:
             (missing if grad is None else sparse).append(len(gradients))
             may_overwrite.append(True)
         elif note is not None and note.state is local and note.gradient() is grad and note.version == grad._version:
-            may_overwrite.append(
+            is_own = False
+            if (
                 count_holders(grad) <= _HOLDERS_OF_OWN
                 and grad._use_count() <= _USES_OF_OWN  # type: ignore[attr-defined]
-                and grad.stride() == parameter.stride()
-            )
+                and not grad.requires_grad
+                and grad.layout is torch.strided
+                and grad.stride() == stride
+                and (grad.is_cpu or grad.device.type in WITH_STORAGES)
+            ):
+                storage = grad.untyped_storage()
+                is_own = (
+                    count_uses(storage._cdata) <= USES_OF_OWN_STORAGE
+                    and storage.resizable()  # not of NumPy or another library
+                    and not (grad.is_neg() or grad.is_conj())
+                )
+            may_overwrite.append(is_own)
         else:
             are_as_made = False
             may_overwrite.append(False)
         gradients.append(grad)
     sparse_mask = sum([1 << k for k in sparse])
     dense_mask = (1 << len(gradients)) - 1 & ~(sparse_mask | sum([1 << k for k in missing]))
-    return Look(gradients, dense_mask, sparse_mask, are_as_made, may_overwrite)
+    return Look(fits, gradients, dense_mask, sparse_mask, are_as_made, may_overwrite)
 
 
 def _count_own() -> None:
@@ -177,11 +191,12 @@ def _count_own() -> None:
     (note,) = ledger.notes_of([parameter])
     if note is not None:
         note.set(State.LOCAL, parameter.grad, 0)
+    plan = Plans().of([parameter])
     _USES_OF_OWN = sys.maxsize
-    while not look_at([parameter], ledger).may_overwrite[0]:
+    while not look_at([parameter], plan, ledger).may_overwrite[0]:
         _HOLDERS_OF_OWN += 1
     _USES_OF_OWN = 0
-    while not look_at([parameter], ledger).may_overwrite[0]:
+    while not look_at([parameter], plan, ledger).may_overwrite[0]:
         _USES_OF_OWN += 1
 
 

@@ -162,9 +162,8 @@ class GradientSummer:
                 f"{[len(part.parameters) for part in parts]}. Change parameter groups outside `run`."
             )
         firsts = parts[0].parameters
-        plan = self._plans.of(firsts) if firsts else None
+        plan, looks = self._look_at(parts)
         slots = self._buffers.candidates(0 if plan is None else plan.number, firsts)
-        looks = [look_at(part.parameters, self.ledger) for part in parts]
         record = self._describe(plan, slots, parts, looks)
         records = self._exchange(record, plan, firsts, parts[0].optimizer)
         if plan is not None:
@@ -200,6 +199,17 @@ class GradientSummer:
     def sync_buffers(self) -> None:
         """Synchronise all changed buffers without gradients."""
         self([GradientSum([], had_examples=True)] * len(self._placement.devices))
+
+    def _look_at(self, parts: Sequence[GradientSum]) -> tuple[Plan | None, list[Look]]:
+        """Return the plan of the first local replica's parameters, and what gradients each replica has."""
+        firsts = parts[0].parameters
+        plan = self._plans.last_of(firsts) if firsts else None
+        looks = [look_at(part.parameters, plan, self.ledger) for part in parts]
+        if firsts and (plan is None or not looks[0].fits):
+            plan = self._plans.of(firsts)
+            looks.clear()  # they hold the gradients, which would look as if the program did
+            looks = [look_at(part.parameters, plan, self.ledger) for part in parts]
+        return plan, looks
 
     def _look_for_edits(self, parts: Sequence[GradientSum]) -> None:
         """Warn of gradients that were clipped before the sum; only now and then, for it may wait for an accelerator."""

@@ -50,9 +50,10 @@ class BufferSync:
             number: stands for ``parameters``; 0 means all buffers.
             parameters: only buffers of modules that these train, and of modules that no optimizer trains.
         """
+        slots = [slot for slot in self._slots() if type(slot[0][0].get(slot[1])) is not nn.Parameter]  # nearly all are
         found = [
             (dicts, name)
-            for dicts, name in self._slots()
+            for dicts, name in slots
             if isinstance(dicts[0].get(name), Tensor) and not isinstance(dicts[0][name], (nn.Parameter, Variable))
         ]
         if number == 0 or not found:
