@@ -8,7 +8,7 @@ from torchstrategy.gradients.early_buckets import EarlyPlan
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.plan import Plans
 
-LEDGER, PLANS = GradientLedger(1, lambda: 0), Plans()
+LEDGER, PLANS = GradientLedger(1, lambda: 0, at_once=True), Plans()
 
 
 def watched(parameters):

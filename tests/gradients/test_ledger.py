@@ -99,16 +99,125 @@ def test_what_is_known_of_a_parameter_goes_with_it():
     assert not strategy.gradients.ledger._notes
 
 
-def test_torch_has_its_own_functions_outside_run():
-    before = torch.autograd._engine_run_backward, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
+def trained_weight():
     strategy = ts.MirroredStrategy(cpu_devices(2))
-    inside = []
-    strategy.run(lambda: inside.append(torch.autograd._engine_run_backward is before[0]))
-    with pytest.raises(ZeroDivisionError):
-        strategy.run(lambda: 1 / 0)
-    assert inside == [False, False]
-    after = torch.autograd._engine_run_backward, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
-    assert after == before
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight = next(iter(model.parameters()))
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert weight._post_accumulate_grad_hooks
+    return weight
+
+
+def test_hooks_of_parameters_go_with_the_strategy():
+    weight = trained_weight()
+    gc.collect()
+    assert not weight._post_accumulate_grad_hooks
+
+
+def engine(loss):
+    """Compute gradients as code in C++ does: past all functions of Python that the library sees."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def train_by(devices, where):
+    """Return the weight after a step whose gradient code in C++ computes.
+
+    Args:
+        devices: of the replicas.
+        where: ``"a step's run"``, ``"another run"`` before it, or ``"no run"``.
+    """
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+
+    def compute():
+        engine(model(torch.ones(1, 1, dtype=torch.float64)).sum())
+
+    def step():
+        if where == "a step's run":
+            compute()
+        optimizer.step()
+
+    strategy.run(lambda: None)
+    if where == "another run":
+        strategy.run(compute)
+    elif where == "no run":
+        compute()
+    strategy.run(step)
+    return model.weight.item()
+
+
+@pytest.mark.parametrize("where", ["a step's run", "another run"])
+def test_gradients_that_code_in_cpp_computes_are_summed(where):
+    assert train_by(cpu_devices(2), where) == train_by(cpu_devices(1), where) * 2 == -2
+
+
+def test_gradients_that_code_in_cpp_computes_outside_run_are_refused():
+    with pytest.raises(RuntimeError, match="outside `run`"):
+        train_by(cpu_devices(2), "no run")
+
+
+def test_passes_in_runs_of_another_strategy_leave_nothing():
+    first, second = (ts.MirroredStrategy(cpu_devices(2)) for _ in range(2))
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = first.replicate(model, optimizer)
+    with second.scope():
+        other = nn.Linear(1, 1, bias=False)
+    first.run(lambda: None)
+    second.run(lambda: None)
+    weight = next(iter(other.parameters()))
+
+    def step():
+        optimizer.zero_grad()
+        (model(torch.ones(1, 1)).sum() + weight.sum()).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        first.run(step)
+    assert not second.gradients.ledger._reached
+    stepper = torch.optim.SGD([weight], lr=1.0)
+    with pytest.raises(RuntimeError):
+        second.run(stepper.step)
+
+
+def test_a_pass_that_fails_half_way_is_known_of():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError
+
+    def step():
+        with pytest.raises(ZeroDivisionError):
+            model[1](Fails.apply(model[0](torch.ones(1, 1)))).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        with pytest.raises(RuntimeError, match="already the sum"):
+            model(torch.ones(1, 1)).sum().backward()
+
+    strategy.run(step)
+    notes = strategy.gradients.ledger.notes_of(model.parameters())
+    assert all(note is not None for note in notes)
 
 
 def test_the_program_may_replace_a_function_of_torch_in_run(monkeypatch):

@@ -108,7 +108,7 @@ class SharedMemoryBackend:
         if len(tensors) > 1 and is_addable(tensors[0].dtype):
             num_bytes = sum([tensor.numel() for tensor in tensors]) * tensors[0].element_size()
             if num_bytes <= self._whole_bytes:
-                return self._start(functools.partial(self._sum_packed, tensors, num_bytes))
+                return self._start(functools.partial(self._sum_packed, list(tensors), num_bytes))
         return self._start(functools.partial(self._sum, as_addable(tensors)))
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
@@ -158,7 +158,7 @@ class SharedMemoryBackend:
             if number + _AHEAD < len(chunks):
                 uploads.append(self._upload(chunks[number + _AHEAD], check))
 
-    def _sum_packed(self, tensors: Sequence[Tensor], num_bytes: int, check: Check) -> None:
+    def _sum_packed(self, tensors: list[Tensor], num_bytes: int, check: Check) -> None:
         """Do as ``_sum_whole`` with small tensors that are one chunk: other ranks can't tell the difference."""
         dtype = tensors[0].dtype
         key = (dtype, *[tensor.shape for tensor in tensors])

@@ -3,18 +3,16 @@
 torch's global step hooks see every optimizer's ``step``, and methods of ``GradScaler`` are replaced while there is a
 strategy with several replicas, whenever a scaler is made. With one replica they do nothing.
 
-While such a strategy runs a function, the one function of ``torch.autograd`` by which ``backward``, ``Tensor.backward``
-and ``grad`` reach the engine tells of its calls, also of those by names that the program took before; after the last
-run in progress it is torch's own again. From a strategy's first run on ``Module.zero_grad`` and ``Optimizer.zero_grad``
-tell, until no such strategy is left: classes that change in every run make Python look up the attributes of all modules
-anew.
+From such a strategy's first run on, until none is left, the one function of ``torch.autograd`` by which ``backward``,
+``Tensor.backward`` and ``grad`` reach the engine tells of its calls, also of those by names that the program took
+before, and so do ``Module.zero_grad`` and ``Optimizer.zero_grad``. They are not changed in every run: then Python would
+look up the attributes of all modules anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,16 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
+from torchstrategy.gradients.ledger import hear_all
 from torchstrategy.gradients.summer import optimizer_parameters
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner
 
-__all__ = ["install", "watched"]
-
-_lock = threading.RLock()
-_num_runs = 0
-#: While there are runs, what puts torch's function back.
-_ends: list[Callable[[], None]] = []
+__all__ = ["install", "watch"]
 
 
 def install(user: Any) -> None:
@@ -194,40 +188,29 @@ def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
     context.sum_gradients(optimizer)
 
 
-@contextlib.contextmanager
-def watched(strategy: Any) -> Iterator[None]:
-    """Let the current replica context hear of backward passes and of cleared gradients.
+def watch(strategy: Any) -> None:
+    """Hear of backward passes and of cleared gradients from now on.
 
     Args:
-        strategy: begins a run.
+        strategy: it has several replicas and begins a run.
     """
-    global _num_runs
-    _clearing.use(strategy)
-    with _lock:
-        _num_runs += 1
-        if _num_runs == 1:
-            tell = _telling_of_passes(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
-            why, until = "backward and grad tell of gradients", "the last run in progress ends"
-            _ends.append(patches.replace(torch.autograd, "_engine_run_backward", tell, why, until))
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_runs -= 1
-            if _num_runs == 0:
-                _ends.pop()()
+    _watching.use(strategy)
+    strategy.gradients.ledger.hear()  # of passes outside that C++ code has made
 
 
-def _replace_clearing() -> list[Callable[[], None]]:
-    why, until = "cleared gradients are new ones", "no strategy with several replicas that has run is left"
-    return [
-        patches.replace(owner, "zero_grad", _telling_of_clearing(owner.zero_grad), why, until)
-        for owner in (torch.nn.Module, torch.optim.Optimizer)
-    ]
+def _watch() -> list[Callable[[], None]]:
+    until = "no strategy with several replicas that has run is left"
+    tell = _telling_of_passes(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+    why = "backward and grad tell of gradients"
+    ends = [patches.replace(torch.autograd, "_engine_run_backward", tell, why, until)]
+    why = "cleared gradients are new ones"
+    for cls in (torch.nn.Module, torch.optim.Optimizer):
+        ends.append(patches.replace(cls, "zero_grad", _telling_of_clearing(cls.zero_grad), why, until))
+    return ends
 
 
 #: Changed from a strategy's first run on.
-_clearing = patches.WhileUsed(_replace_clearing)
+_watching = patches.WhileUsed(_watch)
 
 
 @functools.lru_cache(maxsize=16)
@@ -237,18 +220,30 @@ def _telling_of_passes(engine: Callable[..., Any]) -> Callable[..., Any]:
         run = functools.partial(engine, outputs, grad_outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
         context = current_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
-            return run()
+            return _heard(run)
         _, create_graph, inputs = args[:3]
         gradients = context.strategy.gradients
         if accumulate_grad:
             gradients.before_backward(context, outputs, grad_outputs, create_graph=bool(create_graph))
-            return run()
+            return _heard(run)
         mean = gradients.before_grad(context, outputs, grad_outputs, inputs)
         found = run()
         gradients.after_grad(context, mean, found)
         return found
 
     return tell
+
+
+def _heard(run: Callable[[], Any]) -> Any:
+    """Run a backward pass, and look at the gradients that it has reached, also if it fails half-way."""
+    try:
+        result = run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # its own error is the first
+            hear_all()
+        raise
+    hear_all()
+    return result
 
 
 @functools.lru_cache(maxsize=16)

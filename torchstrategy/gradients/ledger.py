@@ -8,22 +8,24 @@ the replicas do: sums are equal on all of them, to the bit. What is equal and ma
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.fingerprints import fingerprints
 from torchstrategy.collectives.call_site import call_site
-from torchstrategy.replicas.hooks import own_hook
+from torchstrategy.replicas.hooks import OwnQueue, own_hook
 
-__all__ = ["GradientLedger", "Note", "State"]
+__all__ = ["GradientLedger", "Note", "State", "hear_all"]
 
 
 def _nothing() -> None:
@@ -94,25 +96,16 @@ class Note:
 
     @own_hook
     def note_backward(self, tensor: Tensor) -> None:
-        """Take notice of a backward pass that has added to the gradient: torch's hook of the parameter.
-
-        It is called for each gradient of each step, amid torch's own code: each object that it touches costs more than
-        what it does.
+        """Take notice of a backward pass that has added to the gradient: a hook of the parameter.
 
         Raises:
             RuntimeError: the pass is another replica's, or the gradient was a sum that no step has used.
         """
         ledger = self.ledger()
-        if ledger is None:
+        if ledger is None or tensor is not self.parameter():  # a program's hook returned it; torch is about to refuse
             return
-        context = current_replica_context()
-        current = ledger.running() if context is None else context.local_id
-        grad = getattr(tensor, "grad", None)  # it may be what a program's hook returned, which torch is about to refuse
-        if self.state is _UNKNOWN and current == self.local_id and grad is not None:
-            self.state, self.gradient, self.version = _LOCAL, weakref.ref(grad), grad._version
-            self.passes = next(ledger.passes)
-        else:
-            ledger.note_backward(self, grad, current)
+        current, grad = ledger.current(), tensor.grad
+        ledger.note_backward(self, grad, current)
         if current is not None and (early := ledger.early()) is not None:
             early.note_backward(tensor)
 
@@ -136,10 +129,20 @@ class GradientLedger:
         num_local: number of this process's replicas.
         running: returns the position of the replica whose turn it is, or ``None``; for the threads of autograd, which
             have no context.
+        at_once: whether replicas compute at the same time, so that each hook must tell whose backward pass called it.
+            Else hooks only keep what they are called with: a call of Python amid torch's own code costs a
+            gradient more than everything that the library does with it later.
     """
 
-    def __init__(self, num_local: int, running: Callable[[], int | None] = _nothing) -> None:
-        self.running = running
+    def __init__(self, num_local: int, running: Callable[[], int | None] = _nothing, *, at_once: bool = False) -> None:
+        self._running = running
+        self._at_once = at_once
+        #: The parameters that backward passes have reached, until ``hear`` looks at their gradients.
+        self._reached = OwnQueue()
+        #: Of the hooks, by id of the parameter; they end with the ledger.
+        self._handles: dict[int, RemovableHandle] = {}
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        _ledgers.add(self)
         #: A weak reference to what hears of each backward pass in ``run``, for sums that begin meanwhile.
         self.early: Callable[[], Any] = _nothing
         #: By id of the parameter.
@@ -173,6 +176,7 @@ class GradientLedger:
             if note is not None and note.parameter is reference:
                 self._close(note)
                 self._num_steps.pop(key, None)
+                self._handles.pop(key, None)
                 del self._notes[key]
 
         known = self._notes.get(key)
@@ -182,8 +186,50 @@ class GradientLedger:
             if parameter.is_leaf and not parameter.is_inference() and is_floating:
                 required = parameter.requires_grad
                 parameter.requires_grad_()  # a frozen one may be trained later
-                parameter.register_post_accumulate_grad_hook(note.note_backward)  # type: ignore[no-untyped-call]
+                tells_at_once = self._at_once or self.early() is not None
+                hook = note.note_backward if tells_at_once else self._reached.append
+                self._handles[key] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(required)
+
+    def current(self) -> int | None:
+        """Return the position of the replica that this thread computes for; ``None`` outside ``run``."""
+        context = current_replica_context()
+        is_own = context is not None and context.strategy.gradients.ledger is self
+        return context.local_id if is_own else self._running()
+
+    def hear(self, *, ends_run: bool = False) -> None:
+        """Look at the gradients of parameters that backward passes have reached.
+
+        Between a backward pass and this there may be no switch to another replica.
+
+        Args:
+            ends_run: whether the passes were made in a run that is over, each by the replica whose the parameter is:
+                backward and grad tell of theirs before, and only passes that C++ code makes are left.
+
+        Raises:
+            RuntimeError: as ``Note.note_backward``, after all of them were looked at.
+        """
+        if not self._reached:
+            return
+        notes, passes, current, problem = self._notes, self.passes, self.current(), None
+        for reached in _taken(self._reached):
+            note = notes.get(id(reached))
+            tensor = None if note is None else note.parameter()
+            if note is None or tensor is None or tensor is not reached:  # a program's hook returned it; torch refuses
+                continue
+            grad = tensor.grad
+            if ends_run:
+                current = note.local_id
+            if note.state is _UNKNOWN and current == note.local_id and grad is not None:  # nearly all, in each step
+                note.state, note.gradient, note.version = _LOCAL, weakref.ref(grad), grad._version
+                note.passes = next(passes)
+                continue
+            try:
+                self.note_backward(note, grad, current)
+            except RuntimeError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def begin_backward(self, local_id: int, *, create_graph: bool = False) -> None:
         """Look at the gradients that a backward pass of a replica may add to.
@@ -193,8 +239,8 @@ class GradientLedger:
             create_graph: whether the pass adds by way of new tensors.
         """
         anew = self._grow_anew[local_id]
-        anew.clear()
         self.sweep(local_id)
+        anew.clear()
         for note in list(self._open[local_id]):
             parameter = note.parameter()
             grad = None if parameter is None else parameter.grad
@@ -213,6 +259,7 @@ class GradientLedger:
 
     def sweep(self, local_id: int) -> None:
         """Forget what is known of a replica's gradients that the program has cleared or, after a step, replaced."""
+        self.hear()
         same: list[tuple[Note, Tensor]] = []
         closed = []
         for note in list(self._open[local_id]):
@@ -230,10 +277,10 @@ class GradientLedger:
         self._unused.difference_update(closed)
 
     def note_backward(self, note: Note, grad: Tensor | None, current: int | None) -> None:
-        """Take notice of a backward pass that has added to a gradient of which something was known, or that is odd.
+        """Take notice of a backward pass that has added to a gradient.
 
         Args:
-            note: what was known.
+            note: what was known of it.
             grad: what the gradient is now.
             current: the replica whose pass it is; ``None`` outside ``run``.
 
@@ -265,7 +312,9 @@ class GradientLedger:
             )
         if before.state is State.APPLIED:
             is_untouched = before.gradient() is not grad or grad._version == before.version + 1
-            return State.MIXED if is_untouched else new
+            # A hook of the program's may have changed it after this pass, before it was looked at.
+            hooks = () if (parameter := before.parameter()) is None else parameter._post_accumulate_grad_hooks
+            return State.MIXED if is_untouched or len(hooks or ()) > 1 else new
         if before.state is State.DOUBTFUL:
             return State.MIXED
         return new if before.state is State.LOCAL else before.state
@@ -286,6 +335,7 @@ class GradientLedger:
 
     def forget_unused(self, parameters: Iterable[Tensor]) -> None:
         """Let sums that no step has used, because it was left out, count as what they stand for no longer."""
+        self.hear()
         for parameter in parameters:
             note = self._notes.get(id(parameter))
             if note in self._unused:
@@ -293,6 +343,7 @@ class GradientLedger:
 
     def end_run(self) -> None:
         """Remember what sums hold that the run has not used: a step in a later run may use them."""
+        self.hear(ends_run=True)
         self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
@@ -314,6 +365,7 @@ class GradientLedger:
             RuntimeError: a gradient comes from outside ``run``, or holds a sum that was used and, on top of it, a later
                 backward's.
         """
+        self.hear()
         states = [State.LOCAL] * len(parameters)
         for k, parameter in enumerate(parameters):
             note, grad = self._notes.get(id(parameter)), parameter.grad
@@ -363,6 +415,7 @@ class GradientLedger:
 
     def is_local(self, parameter: Tensor) -> bool:
         """Say whether a parameter's gradient is known to be one replica's own."""
+        self.hear()
         note = self._notes.get(id(parameter))
         return note is not None and note.state is State.LOCAL and note.gradient() is parameter.grad
 
@@ -380,10 +433,12 @@ class GradientLedger:
 
     def notes_of(self, parameters: Iterable[Tensor]) -> list[Note | None]:
         """Return what is known of the gradient of each parameter."""
+        self.hear()
         return list(map(self._notes.get, map(id, parameters)))
 
     def was_edited(self, parameter: Tensor) -> bool:
         """Say whether a replica's own gradient was changed in place since its backward pass, other than to zeros."""
+        self.hear()
         note, grad = self._notes.get(id(parameter)), parameter.grad
         if note is None or grad is None or note.state is not State.LOCAL or note.gradient() is not grad:
             return False
@@ -391,15 +446,17 @@ class GradientLedger:
 
     def take(self, parameter: Tensor) -> Note | None:
         """Return what is known of a parameter's gradient, for ``put``."""
+        self.hear()
         note, grad = self._known(parameter), parameter.grad
         if note is None or grad is None:
             return None
-        copied = Note(note.parameter, note.local_id)
+        copied = Note(note.parameter, note.local_id, note.ledger)
         copied.follow(note, grad)
         return copied
 
     def put(self, parameter: Tensor, note: Note | None) -> None:
         """Know what ``take`` has returned, or what it returned of another tensor that the gradient stands for now."""
+        self.hear()
         own, grad = self._notes.get(id(parameter)), parameter.grad
         if own is None:
             return
@@ -416,6 +473,7 @@ class GradientLedger:
 
     def _note(self, parameters: Iterable[Tensor], state: State, run: Any) -> None:
         """Note that present gradients are sums; of many parameters in each step, so in few operations."""
+        self.hear()
         reference = None if run is None else weakref.ref(run)
         seen: list[list[Note]] = [[] for _ in self._open]
         for parameter in parameters:
@@ -445,6 +503,28 @@ class GradientLedger:
         note.state = State.UNKNOWN
         self._open[note.local_id].discard(note)
         self._unused.discard(note)
+
+
+#: All that there are, of all strategies.
+_ledgers: weakref.WeakSet[GradientLedger] = weakref.WeakSet()
+
+
+def hear_all() -> None:
+    """Let all ledgers look at what backward passes have reached."""
+    for ledger in list(_ledgers):
+        ledger.hear()
+
+
+def _taken(reached: OwnQueue) -> Iterator[Any]:
+    """Take what a queue holds out of it; another thread may do so as well."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield reached.popleft()
+
+
+def _remove_all(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
 
 
 def _problem(state: State, k: int, parameter: Tensor) -> str:

@@ -146,7 +146,8 @@ def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLed
     local, count_holders, count_uses = State.LOCAL, sys.getrefcount, torch._C._storage_Use_Count
     gradients: list[Tensor | None] = []
     may_overwrite: list[bool] = []
-    missing, sparse = [], []
+    missing: list[int] = []
+    sparse: list[int] = []
     fits = are_as_made = True
     form = [(None, None, None)] * len(parameters) if plan is None else plan.form
     for parameter, (shape, dtype, stride), note in zip(parameters, form, ledger.notes_of(parameters), strict=True):

@@ -8,7 +8,7 @@ it adds there or removes reaches the other replicas when the next run starts.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchstrategy.replicas.snapshots import snapshot
 __all__ = [
     "Belongings",
     "Hooks",
+    "OwnQueue",
     "belongings_of",
     "copy_parameter_hooks",
     "num_registrations",
@@ -92,6 +93,13 @@ def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+class OwnQueue(deque[Any]):
+    """Keeps what hooks of parameters are called with: its ``append`` is a hook of one replica's copy only."""
+
+
+setattr(OwnQueue, _OWN, True)
+
+
 def copy_parameter_hooks(parameter: Tensor, copied: Tensor) -> None:
     """Give a replica's copy of a parameter the hooks of the program's, in dictionaries of its own."""
     for name in _OF_PARAMETERS:
@@ -132,7 +140,7 @@ def push_belongings(
 
 
 def _is_own(hook: Any) -> bool:
-    return hasattr(hook, _OWN)
+    return hasattr(hook, _OWN) or hasattr(getattr(hook, "__self__", None), _OWN)
 
 
 def _value_on(values_for: Callable[[Any], Sequence[Any]], local_id: int, hook: Any) -> Any:

@@ -64,6 +64,10 @@ class Hosting(Protocol):
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer of the recorded modules lives, on each local replica."""
 
+    def takes_turns(self) -> bool:
+        """Say whether only one replica of this process computes at a time, until it meets the others or is done."""
+        return False
+
     def counterpart(self, local_id: int, obj: Any) -> Any:
         """Return a replica's counterpart of a user's object or tensor; the object itself if it has none."""
 
@@ -172,6 +176,10 @@ class DirectHosting(Hosting):
     @override
     def catch_up(self) -> None:
         pass
+
+    @override
+    def takes_turns(self) -> bool:
+        return True
 
     @override
     def slots(self) -> list[Slot]:

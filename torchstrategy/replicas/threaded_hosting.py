@@ -125,6 +125,10 @@ class ThreadedHosting(Hosting):
         self._set.after_run()
 
     @override
+    def takes_turns(self) -> bool:
+        return not self._concurrent
+
+    @override
     def slots(self) -> list[Slot]:
         return self._set.slots()
 

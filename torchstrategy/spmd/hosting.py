@@ -238,6 +238,10 @@ class SpmdHosting(DirectHosting):
         return different
 
     @override
+    def takes_turns(self) -> bool:
+        return False  # replicas share parameters, whose gradients change hands
+
+    @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:
         if self._runner is not None:
             return self._runner.merge(local_id, request)

@@ -341,6 +341,7 @@ class ReplicaContext:
     def _meet(self, request: MergeRequest) -> Any:
         if torch.compiler.is_dynamo_compiling():
             _refuse_to_be_compiled()
+        self._strategy.gradients.ledger.hear()  # another replica may come next
         return self._strategy.hosting.meet(self.local_id, request)
 
     def _all_reduce(self, op: ReduceOp, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:

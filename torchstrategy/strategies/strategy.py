@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
-from torchstrategy.gradients.hooks import install, watched
+from torchstrategy.gradients.hooks import install, watch
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.lone_values import serve_lone_values
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
@@ -484,7 +483,7 @@ class Strategy:
         """Make what knows the replicas' parameters and sums their gradients."""
         num_local = len(self.placement.devices)
         running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
-        ledger = GradientLedger(num_local, running)
+        ledger = GradientLedger(num_local, running, at_once=not self.hosting.takes_turns())
         summer = GradientSummer(
             self.placement, self.cross_device_ops, self.workers, options, self._buffers, ledger, check_every
         )
@@ -506,8 +505,9 @@ class Strategy:
         """Call ``fn`` once for each context and return the results."""
         outer, self._running = self._running, tuple(contexts)
         try:
-            with watched(self) if self.num_replicas_in_sync > 1 else contextlib.nullcontext():
-                return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+            if self.num_replicas_in_sync > 1:
+                watch(self)
+            return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
         except Exception as error:
             self._explain(error, contexts)
             raise
