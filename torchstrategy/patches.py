@@ -17,7 +17,7 @@ torch's global optimizer step hooks; ``GradScaler.unscale_``, ``GradScaler.step`
 ``Module.zero_grad``, ``Optimizer.zero_grad``
     Cleared gradients are new ones. Until the same, of those that have run.
 ``torch.autograd._engine_run_backward``
-    ``backward`` and ``grad`` tell of gradients. Until the last run in progress ends.
+    ``backward`` and ``grad`` tell of gradients. Until the same.
 ``sys.excepthook``
     The other processes hear of an error that ends the program. Until the strategy is collected.
 ``Module._compiled_call_impl``
@@ -31,7 +31,7 @@ the C library's ``mallopt``
 
 On the program's own objects: a recorded object changes its class at the first ``run`` with several replicas in a
 process (to a facade of the same name), and parameters of several replicas get a hook that tells of their backward
-passes.
+passes, until the strategy is collected.
 """
 
 from __future__ import annotations

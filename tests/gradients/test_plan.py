@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchstrategy.gradients.ledger import GradientLedger, State
+from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.plan import _NUM_UNLIKE, Plans, look_at
 
 

@@ -169,7 +169,7 @@ def group_by_layout(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, list[i
         For each group the dtype and the positions, the same on all ranks for tensors of the same signatures.
     """
     dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) == 1 and all(tensor.is_cpu and not tensor.is_sparse for tensor in tensors):  # often, and quick
+    if len(dtypes) == 1 and {tensor.is_cpu and not tensor.is_sparse for tensor in tensors} == {True}:  # often, quick
         return [(dtypes.pop(), list(range(len(tensors))))]
     groups: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):

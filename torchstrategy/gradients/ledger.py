@@ -8,118 +8,25 @@ the replicas do: sums are equal on all of them, to the bit. What is equal and ma
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.fingerprints import fingerprints
-from torchstrategy.collectives.call_site import call_site
-from torchstrategy.replicas.hooks import OwnQueue, own_hook
+from torchstrategy.gradients.notes import LOCAL, UNKNOWN, Note, State, are_cleared, is_traced, nothing, refusal
+from torchstrategy.replicas.hooks import OwnQueue
 
-__all__ = ["GradientLedger", "Note", "State", "hear_all"]
-
-
-def _nothing() -> None:
-    """Stand for a weak reference to what is gone, or for no replica."""
+__all__ = ["GradientLedger", "hear_all"]
 
 
 #: So many first steps of an optimizer leave fingerprints of the sums that they have used, in case they are used again.
 _NUM_KEPT = 3
-
-
-class State(enum.Enum):
-    """What a gradient is known to be."""
-
-    #: Nothing: there was none when last seen, or the program has put it there.
-    UNKNOWN = enum.auto()
-    #: This replica's own, from its backward passes in ``run``, or assigned by the program.
-    LOCAL = enum.auto()
-    #: The sum over replicas, which no step has used.
-    SUMMED = enum.auto()
-    #: A sum that a step has used.
-    APPLIED = enum.auto()
-    #: From a backward pass outside ``run``.
-    OUTSIDE = enum.auto()
-    #: A sum to which a later backward pass has added a replica's own.
-    MIXED = enum.auto()
-    #: A sum that was changed or replaced before its use, if all replicas hold the same; else a replica's own.
-    EDITED = enum.auto()
-    #: A sum that was used, or new gradients that happen to be the same on all replicas; else a replica's own.
-    DOUBTFUL = enum.auto()
-
-
-#: Names of enumerations are looked up slowly, and these are needed for each gradient of each step.
-_UNKNOWN, _LOCAL = State.UNKNOWN, State.LOCAL
-
-
-class Note:
-    """What is known of one parameter's gradient.
-
-    Args:
-        parameter: a replica's.
-        local_id: the replica's position in the process.
-        ledger: where the note is.
-    """
-
-    __slots__ = (
-        *("fingerprint", "gradient", "ledger", "local_id", "num_computed", "parameter", "passes", "run", "state"),
-        "version",
-    )
-
-    def __init__(
-        self, parameter: weakref.ref[Tensor], local_id: int, ledger: Callable[[], GradientLedger | None]
-    ) -> None:
-        self.parameter = parameter
-        self.local_id = local_id
-        self.ledger = ledger
-        self.state = _UNKNOWN
-        #: The tensor that it was when last seen, and its version then.
-        self.gradient: Callable[[], Tensor | None] = _nothing
-        self.version = 0
-        #: Counts backward passes: another number is another gradient.
-        self.passes = 0
-        #: The call of ``run`` in which a sum was made, as a weak reference to the replica's context.
-        self.run: weakref.ref[Any] | None = None
-        #: How often the replica had computed gradients without giving them to parameters, by ``torch.autograd.grad``.
-        self.num_computed = 0
-        #: Of a sum that was not used in its run, or of one that may be used again.
-        self.fingerprint: int | None = None
-
-    @own_hook
-    def note_backward(self, tensor: Tensor) -> None:
-        """Take notice of a backward pass that has added to the gradient: a hook of the parameter.
-
-        Raises:
-            RuntimeError: the pass is another replica's, or the gradient was a sum that no step has used.
-        """
-        ledger = self.ledger()
-        if ledger is None or tensor is not self.parameter():  # a program's hook returned it; torch is about to refuse
-            return
-        current, grad = ledger.current(), tensor.grad
-        ledger.note_backward(self, grad, current)
-        if current is not None and (early := ledger.early()) is not None:
-            early.note_backward(tensor)
-
-    def set(self, state: State, gradient: Tensor, passes: int) -> None:
-        """Know of a new gradient."""
-        self.state, self.gradient, self.version = state, weakref.ref(gradient), gradient._version
-        self.passes, self.run, self.num_computed, self.fingerprint = passes, None, 0, None
-
-    def follow(self, other: Note, gradient: Tensor) -> None:
-        """Know what another note says, of a tensor that stands for its gradient and may be the gradient itself."""
-        self.set(other.state, gradient, other.passes)
-        self.run, self.num_computed = other.run, other.num_computed
-        if gradient is other.gradient():
-            self.version, self.fingerprint = other.version, other.fingerprint
 
 
 class GradientLedger:
@@ -134,7 +41,7 @@ class GradientLedger:
             gradient more than everything that the library does with it later.
     """
 
-    def __init__(self, num_local: int, running: Callable[[], int | None] = _nothing, *, at_once: bool = False) -> None:
+    def __init__(self, num_local: int, running: Callable[[], int | None] = nothing, *, at_once: bool = False) -> None:
         self._running = running
         self._at_once = at_once
         #: The parameters that backward passes have reached, until ``hear`` looks at their gradients.
@@ -144,7 +51,7 @@ class GradientLedger:
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         _ledgers.add(self)
         #: A weak reference to what hears of each backward pass in ``run``, for sums that begin meanwhile.
-        self.early: Callable[[], Any] = _nothing
+        self.early: Callable[[], Any] = nothing
         #: By id of the parameter.
         self._notes: dict[int, Note] = {}
         #: For each local replica those whose gradients were not simply its own when last seen.
@@ -212,7 +119,11 @@ class GradientLedger:
         if not self._reached:
             return
         notes, passes, current, problem = self._notes, self.passes, self.current(), None
-        for reached in _taken(self._reached):
+        for _ in range(len(self._reached)):
+            try:
+                reached = self._reached.popleft()
+            except IndexError:  # another thread looks as well
+                break
             note = notes.get(id(reached))
             tensor = None if note is None else note.parameter()
             if note is None or tensor is None or tensor is not reached:  # a program's hook returned it; torch refuses
@@ -220,8 +131,8 @@ class GradientLedger:
             grad = tensor.grad
             if ends_run:
                 current = note.local_id
-            if note.state is _UNKNOWN and current == note.local_id and grad is not None:  # nearly all, in each step
-                note.state, note.gradient, note.version = _LOCAL, weakref.ref(grad), grad._version
+            if note.state is UNKNOWN and current == note.local_id and grad is not None:  # nearly all, in each step
+                note.state, note.gradient, note.version = LOCAL, weakref.ref(grad), grad._version
                 note.passes = next(passes)
                 continue
             try:
@@ -270,7 +181,7 @@ class GradientLedger:
             else:
                 closed.append(note)
         if same:
-            closed += [note for (note, _), is_cleared in zip(same, _are_cleared(same), strict=True) if is_cleared]
+            closed += [note for (note, _), is_cleared in zip(same, are_cleared(same), strict=True) if is_cleared]
         for note in closed:  # of all parameters in each step, so without a call for each
             note.state = State.UNKNOWN
         self._open[local_id].difference_update(closed)
@@ -347,7 +258,7 @@ class GradientLedger:
         self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
-        left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not _is_traced(grad)]
+        left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not is_traced(grad)]
         if not left:
             return
         for (note, grad), number in zip(left, fingerprints([grad for _, grad in left]), strict=True):
@@ -373,11 +284,11 @@ class GradientLedger:
                 states[k] = self._state(note, grad, run, uses_applied=uses_applied)
         unclear = [k for k, state in enumerate(states) if state not in (State.LOCAL, State.SUMMED)]
         pairs = [(self._notes[id(parameters[k])], parameters[k].grad) for k in unclear]
-        for k, is_cleared in zip(unclear, _are_cleared(pairs), strict=True):  # type: ignore[arg-type]
+        for k, is_cleared in zip(unclear, are_cleared(pairs), strict=True):  # type: ignore[arg-type]
             if is_cleared:
                 states[k] = State.LOCAL
             elif states[k] in (State.OUTSIDE, State.MIXED):
-                raise RuntimeError(_problem(states[k], k, parameters[k]))
+                raise RuntimeError(refusal(states[k], k, parameters[k]))
         return states
 
     def _state(self, note: Note, grad: Tensor, run: Any, *, uses_applied: bool) -> State:
@@ -399,7 +310,7 @@ class GradientLedger:
     def _is_unchanged(self, note: Note, grad: Tensor) -> bool:
         """Say whether a tensor is known to hold the sum that a step has used."""
         self._meets_used = True
-        if _is_traced(grad):
+        if is_traced(grad):
             return note.version == grad._version
         return note.fingerprint is not None and fingerprints([grad])[0] == note.fingerprint
 
@@ -409,7 +320,7 @@ class GradientLedger:
             return True
         if note.version != grad._version:
             return False
-        if _is_traced(grad):
+        if is_traced(grad):
             return True
         return note.fingerprint is not None and fingerprints([grad])[0] == note.fingerprint
 
@@ -442,7 +353,7 @@ class GradientLedger:
         note, grad = self._notes.get(id(parameter)), parameter.grad
         if note is None or grad is None or note.state is not State.LOCAL or note.gradient() is not grad:
             return False
-        return note.version != grad._version and not _are_cleared([(note, grad)])[0]
+        return note.version != grad._version and not are_cleared([(note, grad)])[0]
 
     def take(self, parameter: Tensor) -> Note | None:
         """Return what is known of a parameter's gradient, for ``put``."""
@@ -515,52 +426,6 @@ def hear_all() -> None:
         ledger.hear()
 
 
-def _taken(reached: OwnQueue) -> Iterator[Any]:
-    """Take what a queue holds out of it; another thread may do so as well."""
-    with contextlib.suppress(IndexError):
-        while True:
-            yield reached.popleft()
-
-
 def _remove_all(handles: dict[int, RemovableHandle]) -> None:
     for handle in handles.values():
         handle.remove()
-
-
-def _problem(state: State, k: int, parameter: Tensor) -> str:
-    if state is State.OUTSIDE:
-        return (
-            f"The gradient of parameter {k} (shape {tuple(parameter.shape)}) was computed outside `run`, so it is not "
-            "known which replica's part it is. Call `backward` inside the function that you give to `strategy.run`, or "
-            f"clear it with `optimizer.zero_grad()`. (The sum was to be made at {call_site()}.)"
-        )
-    return (
-        f"`backward` has added to the gradient of parameter {k} (shape {tuple(parameter.shape)}) that an earlier "
-        "`optimizer.step()` applied or that was made from a sum, so that replicas' own gradients can't be told from "
-        "the sum over replicas. Call `optimizer.zero_grad()` between a step and the next backward. (The sum was to be "
-        f"made at {call_site()}.)"
-    )
-
-
-def _are_cleared(pairs: Iterable[tuple[Note, Tensor]]) -> list[bool]:
-    """Say of each gradient whether it is all zeros, given what was known of it; waits once for each device."""
-    answers: list[bool] = []
-    by_device: dict[torch.device, list[int]] = {}
-    values: list[Tensor] = []
-    for k, (note, grad) in enumerate(pairs):
-        values.append(grad._values() if grad.is_sparse else grad)
-        # Where the values of a graph can't be looked at, a used sum that was written to counts as cleared.
-        answers.append(note.state is State.APPLIED and note.version != grad._version)
-        if not _is_traced(grad):
-            by_device.setdefault(grad.device, []).append(k)
-    for indices in by_device.values():
-        with torch.no_grad():
-            found = torch.stack([values[k].detach().any() for k in indices]).tolist()
-        for k, has_some in zip(indices, found, strict=True):
-            answers[k] = not has_some
-    return answers
-
-
-def _is_traced(grad: Tensor) -> bool:
-    """Say whether a gradient may be a part of a graph that is still to be computed."""
-    return grad.device.type == "xla"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy.collectives.packing import USES_OF_OWN_STORAGE, WITH_STORAGES, memory_order
-from torchstrategy.gradients.ledger import GradientLedger, State
+from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.notes import State
 
 __all__ = ["Look", "Plan", "Plans", "describe_layout", "look_at"]
 
@@ -133,6 +134,11 @@ class Look(NamedTuple):
     sparse: int
     are_as_made: bool
     may_overwrite: list[bool]
+
+    @property
+    def are_all_dense(self) -> bool:
+        """Whether each parameter has a dense gradient."""
+        return self.dense == (1 << len(self.gradients)) - 1
 
 
 def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLedger) -> Look:

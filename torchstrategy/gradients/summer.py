@@ -27,8 +27,9 @@ from torchstrategy.errors import DisagreementError
 from torchstrategy.gradients.comparison import compare_between_ranks
 from torchstrategy.gradients.dense import DenseSums, sum_in_buckets
 from torchstrategy.gradients.early import EarlyReport, EarlySums
-from torchstrategy.gradients.ledger import GradientLedger, State
+from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
+from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
 from torchstrategy.gradients.sync_check import names_of
 from torchstrategy.replicas.buffers import BufferSync
@@ -341,10 +342,12 @@ class GradientSummer:
             may = [before and look.may_overwrite[k] for k, before in zip(indices, may, strict=True)]
         chosen = [[part.parameters[k] for k in indices] for part in parts]
         gradients = [[look.gradients[k] for k in indices] for look in looks]
-        rows = [
-            [_dense(grad, parameter) for grad, parameter in zip(row, parameters, strict=True)]
-            for row, parameters in zip(gradients, chosen, strict=True)
-        ]
+        rows: list[list[Tensor]] = []
+        for look, row, parameters in zip(looks, gradients, chosen, strict=True):
+            if look.are_all_dense:
+                rows.append(row)  # type: ignore[arg-type]
+            else:
+                rows.append([_dense(grad, parameter) for grad, parameter in zip(row, parameters, strict=True)])
         sums = self._dense(indices, chosen[0], rows, may)
         for parameters, row, totals in zip(chosen, gradients, sums, strict=True):
             for parameter, grad, total, was_allowed in zip(parameters, row, totals, may, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base.log import info_once
-from torchstrategy.gradients.ledger import State
+from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.summer import doubt, optimizer_parameters
 from torchstrategy.replicas.runner import MergeRequest
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchstrategy.gradients.ledger import GradientLedger, Note, State
+from torchstrategy.gradients.ledger import GradientLedger
+from torchstrategy.gradients.notes import Note, State
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.record import Record
 from torchstrategy.spmd.marks import get_mark, is_on_device
