@@ -106,7 +106,7 @@ class SharedMemoryBackend:
     def start_sum_of(self, tensors: Sequence[Tensor]) -> Wait:
         """Do as ``start_sum`` with several contiguous tensors of one dtype, as if they lay one after the other."""
         if len(tensors) > 1 and is_addable(tensors[0].dtype):
-            num_bytes = sum([tensor.numel() for tensor in tensors]) * tensors[0].element_size()
+            num_bytes = sum([tensor.nbytes for tensor in tensors])
             if num_bytes <= self._whole_bytes:
                 return self._start(functools.partial(self._sum_packed, list(tensors), num_bytes))
         return self._start(functools.partial(self._sum, as_addable(tensors)))

@@ -52,7 +52,7 @@ class DenseSums:
         parameters: Sequence[Tensor],
         rows: Sequence[Sequence[Tensor]],
         may_overwrite: Sequence[bool],
-    ) -> list[list[Tensor]]:
+    ) -> Sequence[Sequence[Tensor]]:
         """Return the sums of some parameters' gradients.
 
         Args:
@@ -66,9 +66,9 @@ class DenseSums:
             For each local replica the sums.
         """
         devices = self._placement.devices
-        sums = [list(row) for row in rows]
+        sums = list(rows)
         if len(devices) > 1:
-            sums = sum_gradients(self._ops, rows, may_overwrite, devices, self._options)
+            sums = [*sum_gradients(self._ops, rows, may_overwrite, devices, self._options)]
         num_packs = 0
         if self._workers is not None:
             if self.low_rank is not None:
@@ -103,9 +103,11 @@ class DenseSums:
             if not workers.sums_in_place(members):
                 rest += indices
                 continue
-            members, rows = _in_own_memory(
-                members, [parameters[i] for i in indices], [may_overwrite[i] for i in indices]
-            )
+            may = [may_overwrite[i] for i in indices]
+            if False in may or {member.is_contiguous() for member in members} != {True}:
+                members, rows = _in_own_memory(members, [parameters[i] for i in indices], may)
+            else:
+                rows = members
             workers.sum_in_place(rows, "the sum of gradients")
             num_packs += 1
             for i, member in zip(indices, members, strict=True):

@@ -183,9 +183,10 @@ class GradientLedger:
         if same:
             closed += [note for (note, _), is_cleared in zip(same, are_cleared(same), strict=True) if is_cleared]
         for note in closed:  # of all parameters in each step, so without a call for each
-            note.state = State.UNKNOWN
+            note.state = UNKNOWN
         self._open[local_id].difference_update(closed)
-        self._unused.difference_update(closed)
+        if self._unused:
+            self._unused.difference_update(closed)
 
     def note_backward(self, note: Note, grad: Tensor | None, current: int | None) -> None:
         """Take notice of a backward pass that has added to a gradient.

@@ -7,8 +7,9 @@ the processes exchange one record: what they sum, which gradients are there, den
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,9 @@ __all__ = [
     "doubt",
     "optimizer_parameters",
 ]
+
+
+_Value = TypeVar("_Value")
 
 
 class GradientSum(NamedTuple):
@@ -337,12 +341,12 @@ class GradientSummer:
     def _sum_dense(self, parts: Sequence[GradientSum], indices: Sequence[int], looks: Sequence[Look]) -> None:
         if not indices:
             return
-        may = [looks[0].may_overwrite[k] for k in indices]
-        for look in looks[1:]:
-            may = [before and look.may_overwrite[k] for k, before in zip(indices, may, strict=True)]
-        chosen = [[part.parameters[k] for k in indices] for part in parts]
-        gradients = [[look.gradients[k] for k in indices] for look in looks]
-        rows: list[list[Tensor]] = []
+        chosen = [_at(indices, part.parameters) for part in parts]
+        gradients = [_at(indices, look.gradients) for look in looks]
+        may, *others = [_at(indices, look.may_overwrite) for look in looks]
+        for other in others:
+            may = list(map(operator.and_, may, other))
+        rows: list[Sequence[Tensor]] = []
         for look, row, parameters in zip(looks, gradients, chosen, strict=True):
             if look.are_all_dense:
                 rows.append(row)  # type: ignore[arg-type]
@@ -393,6 +397,11 @@ def _early_reports(records: Sequence[_Record]) -> list[EarlyReport]:
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return an optimizer's parameters in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _at(indices: Sequence[int], values: Sequence[_Value]) -> Sequence[_Value]:
+    """Return the values at some positions, which rise."""
+    return values if len(indices) == len(values) else [values[k] for k in indices]
 
 
 def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:
