@@ -113,3 +113,19 @@ def test_promise(name, tmp_path):
     program = START + textwrap.dedent(PROGRAMS[name])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_does_not_matter_to_an_import(device, tmp_path):
+    program = f"""
+    import torch
+    torch.set_default_device("{device}")
+    with torch.inference_mode():
+        import torchstrategy
+    from torchstrategy.gradients import plan
+    assert 0 < plan._HOLDERS_OF_OWN < 8, plan._HOLDERS_OF_OWN
+    assert 0 < plan._USES_OF_OWN < 8, plan._USES_OF_OWN
+    """
+    program = textwrap.dedent(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
+NOTEBOOKS = sorted(path for path in (ROOT / "docs").rglob("*.ipynb") if "_build" not in path.parts)
 CUSTOM_TRAINING = ROOT / "docs" / "tutorials" / "custom_training.ipynb"
 SMALL = {
     "DATA_PATH": str(ROOT / "recipes" / "data" / "fashion_mnist_slice.npz"),

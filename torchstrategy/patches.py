@@ -15,7 +15,7 @@ torch's global optimizer step hooks; ``GradScaler.unscale_``, ``GradScaler.step`
 ``functional.batch_norm``, ``functional.group_norm``
     A share of one value for each channel trains. Until the same, or none that fits a model.
 ``Module.zero_grad``, ``Optimizer.zero_grad``
-    Cleared gradients are new ones. Until the same, of those that have run.
+    Cleared gradients are new ones. Until the same, of those that have looked at their parameters, as a run does.
 ``torch.autograd._engine_run_backward``
     ``backward`` and ``grad`` tell of gradients. Until the same.
 ``sys.excepthook``

@@ -391,3 +391,19 @@ def captures_a_step():
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def passes_outside_run(devices, look):
+    """Return what is said of a gradient from outside ``run``, after a strategy has looked at its parameters."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.check_sync() if look == "check_sync" else strategy.run(lambda: None)
+    model(torch.ones(1, 1)).sum().backward()
+    assert not strategy.gradients.ledger._reached
+    try:
+        strategy.run(optimizer.step)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

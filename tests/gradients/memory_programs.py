@@ -273,3 +273,26 @@ def a_parameter_leaves_and_returns(devices):
     strategy.run(lambda: None)
     model.weight = own
     return strategy.experimental_local_results(strategy.run(second))
+
+
+def missing_on_some(devices):
+    """Return the sums of gradients that only replica 0 has, and of small ones where the program has set a device."""
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = nn.Module()
+        model.gaps = nn.Parameter(torch.arange(24.0).view(4, 6).t()[:, ::2])
+        model.first, model.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step():
+        optimizer.zero_grad()
+        if ts.get_replica_context().replica_id_in_sync_group == 0:
+            (model.gaps**2).sum().backward()
+        (model.first.sum() + 2 * model.second.sum()).backward()
+        with torch.device("meta"):
+            ts.get_replica_context().sum_gradients(optimizer)
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for _ in range(2):
+        found = strategy.run(step)
+    return [strategy.experimental_local_results(value)[0] for value in found]

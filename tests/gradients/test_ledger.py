@@ -2,7 +2,10 @@
 
 import gc
 import re
+import threading
+import warnings
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -167,6 +170,112 @@ def test_gradients_that_code_in_cpp_computes_are_summed(where):
 def test_gradients_that_code_in_cpp_computes_outside_run_are_refused():
     with pytest.raises(RuntimeError, match="outside `run`"):
         train_by(cpu_devices(2), "no run")
+
+
+@pytest.mark.parametrize("look", ["check_sync", "run"])
+def test_passes_outside_run_are_refused_however_the_strategy_has_looked(look, process_pool):
+    found = [programs.passes_outside_run(cpu_devices(2), look)]
+    found += process_pool(2).run(programs.passes_outside_run, None, look)
+    for message in found:
+        assert "outside `run`" in message
+
+
+class Meets(torch.autograd.Function):
+    """The identity, whose backward calls what is in a list."""
+
+    others: ClassVar[list] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for other in Meets.others:
+            other()
+        return grad
+
+
+def test_a_pass_of_another_thread_does_not_look_for_this_one():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    problems = []
+
+    def plain_pass():
+        def compute():
+            try:
+                nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+            except RuntimeError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+
+    def step():
+        model(torch.ones(1, 1)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        Meets.others = [plain_pass]  # when the second layer's gradient is there, and the first one's is not
+        try:
+            with pytest.raises(RuntimeError, match="already the sum"):
+                model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
+        finally:
+            Meets.others = []
+
+    strategy.run(step)
+    assert not problems
+
+
+def test_the_error_of_a_run_is_not_hidden():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step():
+        model(torch.ones(1, 1)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        engine(model(torch.ones(1, 1)).sum())  # adds to a sum, which is found when the run is over
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(step)
+
+
+def test_a_strategy_whose_replicas_run_at_once_does_not_live_as_long_as_a_parameter():
+    def trained():
+        strategy = ts.MirroredStrategy(cpu_devices(2), concurrent=True)
+        train_once(strategy)
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+        strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
+        return weakref.ref(strategy), next(iter(model.parameters()))
+
+    strategy, weight = trained()
+    gc.collect()
+    assert strategy() is None
+    assert not weight._post_accumulate_grad_hooks
+
+
+def test_a_parameter_that_an_optimizer_has_twice_is_summed_once():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of it
+            optimizer = torch.optim.SGD([model.weight, model.weight], lr=1.0)
+
+    def step():
+        optimizer.zero_grad()
+        scale = 1.0 + ts.get_replica_context().replica_id_in_sync_group
+        model(scale * torch.ones(1, 1)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        return model.weight.grad.item()
+
+    for _ in range(3):
+        assert strategy.experimental_local_results(strategy.run(step)) == (3.0, 3.0)
 
 
 def test_passes_in_runs_of_another_strategy_leave_nothing():

@@ -35,6 +35,16 @@ def test_a_gradient_that_nobody_else_holds_stays_where_it_was(process_pool):
             assert total == 3.0
 
 
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_gradient_that_only_one_replica_has(num_replicas, process_pool):
+    found = [programs.missing_on_some(cpu_devices(num_replicas))]
+    found += process_pool(num_replicas).run(programs.missing_on_some, None)
+    for gaps, first, second in found:
+        torch.testing.assert_close(gaps, 2 * torch.arange(24.0).view(4, 6).t()[:, ::2])
+        assert first.tolist() == [num_replicas] * 2
+        assert second.tolist() == [2 * num_replicas] * 3
+
+
 def test_the_programs_own_tensors_stay_what_they_were(process_pool):
     """A function's gradient may be a part of what it has saved, which torch takes as it is."""
     expected, _ = programs.train_on_kept_batches(cpu_devices(1))

@@ -135,6 +135,23 @@ def test_a_look_sees_that_a_layout_has_changed():
         assert look_at([parameter], plan, ledger).fits
 
 
+def test_a_gradient_that_is_there_twice_may_not_be_written_to():
+    parameter, other = parameters_of(2)
+    ledger = GradientLedger(1, lambda: 0)
+    for each in (parameter, other):
+        ledger.watch(each, 0)
+    parameter.sum().backward()
+    other.sum().backward()
+    twice = [parameter, other, parameter]
+    assert look_at(twice, Plans().of(twice), ledger).may_overwrite == [False, True, False]
+
+
+def test_a_missing_gradient_of_a_parameter_with_gaps():
+    parameters = [torch.nn.Parameter(torch.ones(4, 6).t()[:, ::2])]
+    look = look_at(parameters, Plans().of(parameters), GradientLedger(1))
+    assert (look.fits, look.may_overwrite) == (False, [False])
+
+
 def test_a_look_says_what_is_there():
     ledger = GradientLedger(1, lambda: 0)
     dense, sparse, missing, assigned = parameters = parameters_of(4)

@@ -106,8 +106,9 @@ class Pack(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Pack:
         """Return a pack for contiguous tensors of one dtype on the CPU."""
-        flat = torch.empty(sum([tensor.numel() for tensor in tensors]), dtype=tensors[0].dtype)
-        return cls(flat, unpack(flat, tensors))
+        with torch.inference_mode(mode=False):  # later steps may be outside of it
+            flat = torch.empty(sum([tensor.numel() for tensor in tensors]), dtype=tensors[0].dtype, device="cpu")
+            return cls(flat, unpack(flat, tensors))
 
 
 class Chunk(NamedTuple):

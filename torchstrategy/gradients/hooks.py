@@ -3,10 +3,10 @@
 torch's global step hooks see every optimizer's ``step``, and methods of ``GradScaler`` are replaced while there is a
 strategy with several replicas, whenever a scaler is made. With one replica they do nothing.
 
-From such a strategy's first run on, until none is left, the one function of ``torch.autograd`` by which ``backward``,
-``Tensor.backward`` and ``grad`` reach the engine tells of its calls, also of those by names that the program took
-before, and so do ``Module.zero_grad`` and ``Optimizer.zero_grad``. They are not changed in every run: then Python would
-look up the attributes of all modules anew.
+From when such a strategy first looks at its parameters, in its first run at the latest, the one function of
+``torch.autograd`` by which ``backward``, ``Tensor.backward`` and ``grad`` reach the engine tells of its calls, also of
+those by names that the program took before, and so do ``Module.zero_grad`` and ``Optimizer.zero_grad``. They are not
+changed in every run: then Python would look up the attributes of all modules anew.
 """
 
 from __future__ import annotations
@@ -188,18 +188,17 @@ def _sum_here(scaler: Any, optimizer: Optimizer) -> None:
     context.sum_gradients(optimizer)
 
 
-def watch(strategy: Any) -> None:
+def watch(user: Any) -> None:
     """Hear of backward passes and of cleared gradients from now on.
 
     Args:
-        strategy: it has several replicas and begins a run.
+        user: as long as it lives: what belongs to a strategy with several replicas.
     """
-    _watching.use(strategy)
-    strategy.gradients.ledger.hear()  # of passes outside that C++ code has made
+    _watching.use(user)
 
 
 def _watch() -> list[Callable[[], None]]:
-    until = "no strategy with several replicas that has run is left"
+    until = "no strategy with several replicas that has looked at its parameters is left"
     tell = _telling_of_passes(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
     why = "backward and grad tell of gradients"
     ends = [patches.replace(torch.autograd, "_engine_run_backward", tell, why, until)]
@@ -209,7 +208,7 @@ def _watch() -> list[Callable[[], None]]:
     return ends
 
 
-#: Changed from a strategy's first run on.
+#: Changed from when a strategy first looks at its parameters, at the latest in its first run.
 _watching = patches.WhileUsed(_watch)
 
 

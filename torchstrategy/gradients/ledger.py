@@ -8,7 +8,9 @@ the replicas do: sums are equal on all of them, to the bit. What is equal and ma
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +50,7 @@ class GradientLedger:
         self._reached = OwnQueue()
         #: Of the hooks, by id of the parameter; they end with the ledger.
         self._handles: dict[int, RemovableHandle] = {}
+        self._lock = threading.RLock()
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         _ledgers.add(self)
         #: A weak reference to what hears of each backward pass in ``run``, for sums that begin meanwhile.
@@ -76,19 +79,20 @@ class GradientLedger:
             parameter: a replica's own.
             local_id: the replica's position in the process.
         """
-        key = id(parameter)
+        key, own = id(parameter), weakref.ref(self)
 
         def forget(reference: weakref.ref[Tensor]) -> None:
-            note = self._notes.get(key)
-            if note is not None and note.parameter is reference:
-                self._close(note)
-                self._num_steps.pop(key, None)
-                self._handles.pop(key, None)
-                del self._notes[key]
+            ledger = own()
+            note = None if ledger is None else ledger._notes.get(key)
+            if ledger is not None and note is not None and note.parameter is reference:
+                ledger._close(note)
+                ledger._num_steps.pop(key, None)
+                ledger._handles.pop(key, None)
+                del ledger._notes[key]
 
         known = self._notes.get(key)
         if known is None or known.parameter() is not parameter or known.local_id != local_id:
-            note = self._notes[key] = Note(weakref.ref(parameter, forget), local_id, weakref.ref(self))
+            note = self._notes[key] = Note(weakref.ref(parameter, forget), local_id, own)
             is_floating = parameter.is_floating_point() or parameter.is_complex()
             if parameter.is_leaf and not parameter.is_inference() and is_floating:
                 required = parameter.requires_grad
@@ -107,7 +111,8 @@ class GradientLedger:
     def hear(self, *, ends_run: bool = False) -> None:
         """Look at the gradients of parameters that backward passes have reached.
 
-        Between a backward pass and this there may be no switch to another replica.
+        Between a backward pass and this there may be no switch to another replica, and while a replica runs no thread
+        but its own may call it.
 
         Args:
             ends_run: whether the passes were made in a run that is over, each by the replica whose the parameter is:
@@ -118,12 +123,21 @@ class GradientLedger:
         """
         if not self._reached:
             return
-        notes, passes, current, problem = self._notes, self.passes, self.current(), None
-        for _ in range(len(self._reached)):
-            try:
-                reached = self._reached.popleft()
-            except IndexError:  # another thread looks as well
-                break
+        with self._lock:
+            self._hear(self.current(), ends_run=ends_run)
+
+    def hear_outside(self) -> None:
+        """Look at what passes outside ``run`` have reached, unless there is a run: its own thread looks then."""
+        if not self._reached:
+            return
+        with self._lock:
+            if self._running() is None:
+                self._hear(None)
+
+    def _hear(self, current: int | None, *, ends_run: bool = False) -> None:
+        notes, passes, problem = self._notes, self.passes, None
+        while self._reached:
+            reached = self._reached.popleft()
             note = notes.get(id(reached))
             tensor = None if note is None else note.parameter()
             if note is None or tensor is None or tensor is not reached:  # a program's hook returned it; torch refuses
@@ -253,9 +267,17 @@ class GradientLedger:
             if note in self._unused:
                 self._close(note)
 
-    def end_run(self) -> None:
-        """Remember what sums hold that the run has not used: a step in a later run may use them."""
-        self.hear(ends_run=True)
+    def end_run(self, *, has_failed: bool = False) -> None:
+        """Remember what sums hold that the run has not used: a step in a later run may use them.
+
+        Args:
+            has_failed: whether the run ends by an error, which another one may not hide.
+
+        Raises:
+            RuntimeError: as ``hear``.
+        """
+        with contextlib.suppress(RuntimeError) if has_failed else contextlib.nullcontext():
+            self.hear(ends_run=True)
         self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
@@ -422,9 +444,24 @@ _ledgers: weakref.WeakSet[GradientLedger] = weakref.WeakSet()
 
 
 def hear_all() -> None:
-    """Let all ledgers look at what backward passes have reached."""
-    for ledger in list(_ledgers):
-        ledger.hear()
+    """Look at what a backward pass has reached that this thread has made.
+
+    Raises:
+        RuntimeError: as ``GradientLedger.hear``, the first of all ledgers'.
+    """
+    context, problem = current_replica_context(), None
+    own: GradientLedger | None = None if context is None else context.strategy.gradients.ledger
+    references = list(_ledgers.data)  # type: ignore[attr-defined]  # at once: another thread may make a strategy
+    for ledger in [reference() for reference in references]:
+        try:
+            if own is not None and ledger is own:
+                own.hear()
+            elif ledger is not None:
+                ledger.hear_outside()
+        except RuntimeError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
 
 
 def _remove_all(handles: dict[int, RemovableHandle]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +127,8 @@ class Look(NamedTuple):
         are_as_made: whether all dense ones are as their backward passes have left them.
         may_overwrite: for each parameter, whether the sum may be written to its gradient's memory: ``backward`` has
             left it so, it is laid out as the parameter is, and neither the program nor a graph nor another tensor uses
-            it, as do views that autograd gives to several parameters. Also where the gradient is missing or sparse.
+            it, as do views that autograd gives to several parameters. Where it is missing or sparse, whether a new
+            dense one is laid out as the parameter is.
     """
 
     fits: bool
@@ -162,7 +165,7 @@ def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLed
             fits, stride = False, None
         if grad is None or grad.is_sparse:
             (missing if grad is None else sparse).append(len(gradients))
-            may_overwrite.append(True)
+            may_overwrite.append(stride is not None)
         elif note is not None and note.state is local and note.gradient() is grad and note.version == grad._version:
             is_own = False
             if (
@@ -184,6 +187,9 @@ def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLed
             are_as_made = False
             may_overwrite.append(False)
         gradients.append(grad)
+    if len(set(map(id, gradients))) < len(gradients) - max(len(missing) - 1, 0):  # of a parameter that is there twice
+        uses = Counter(map(id, gradients))
+        may_overwrite = [may and uses[id(grad)] == 1 for may, grad in zip(may_overwrite, gradients, strict=True)]
     sparse_mask = sum([1 << k for k in sparse])
     dense_mask = (1 << len(gradients)) - 1 & ~(sparse_mask | sum([1 << k for k in missing]))
     return Look(fits, gradients, dense_mask, sparse_mask, are_as_made, may_overwrite)
@@ -192,21 +198,22 @@ def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLed
 def _count_own() -> None:
     """Find out how often ``look_at`` sees a gradient in use that nothing else holds: Python's versions count apart."""
     global _HOLDERS_OF_OWN, _USES_OF_OWN
-    ledger, parameter = GradientLedger(1), torch.nn.Parameter(torch.zeros(1))
-    ledger.watch(parameter, 0)
-    parameter.grad = torch.zeros(1)
-    (note,) = ledger.notes_of([parameter])
-    if note is not None:
-        note.set(State.LOCAL, parameter.grad, 0)
-    plan = Plans().of([parameter])
-    _USES_OF_OWN = sys.maxsize
-    while not look_at([parameter], plan, ledger).may_overwrite[0]:
-        _HOLDERS_OF_OWN += 1
-    _USES_OF_OWN = 0
-    while not look_at([parameter], plan, ledger).may_overwrite[0]:
-        _USES_OF_OWN += 1
+    with torch.inference_mode(mode=False):
+        ledger, parameter = GradientLedger(1), torch.nn.Parameter(torch.zeros(1, device="cpu"))
+        ledger.watch(parameter, 0)
+        parameter.grad = torch.zeros(1, device="cpu")
+        (note,) = ledger.notes_of([parameter])
+        if note is not None:
+            note.set(State.LOCAL, parameter.grad, 0)
+        plan = Plans().of([parameter])
+        for holders, uses in itertools.product(range(_MOST_USES), repeat=2):
+            _HOLDERS_OF_OWN, _USES_OF_OWN = holders, uses
+            if look_at([parameter], plan, ledger).may_overwrite[0]:
+                return
+    _HOLDERS_OF_OWN = _USES_OF_OWN = 0  # so that nothing is written to
 
 
+_MOST_USES = 8
 #: How often a gradient is in use that only its parameter has, in Python and in torch.
 _HOLDERS_OF_OWN = _USES_OF_OWN = 0
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base.options import VariableSynchronization
+from torchstrategy.gradients.hooks import watch
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
@@ -58,6 +59,8 @@ class ReplicaGradients:
 
     def refresh(self) -> None:
         """Look again at which parameters the recorded modules have."""
+        if self._num_replicas > 1:
+            watch(self)  # before hooks of parameters tell of passes
         with self._lock:
             for local_id, before in enumerate(self._parameters):
                 found: dict[int, weakref.ref[Tensor]] = {}

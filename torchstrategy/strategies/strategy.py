@@ -503,17 +503,21 @@ class Strategy:
         self, fn: Callable[..., Any], contexts: Sequence[ReplicaContext], calls: Sequence[tuple[Any, Any]]
     ) -> list[Any]:
         """Call ``fn`` once for each context and return the results."""
+        if self.num_replicas_in_sync > 1:
+            watch(self)
+            self.gradients.ledger.hear()  # of passes outside
         outer, self._running = self._running, tuple(contexts)
+        has_failed = True
         try:
-            if self.num_replicas_in_sync > 1:
-                watch(self)
-            return self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+            results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+            has_failed = False
+            return results
         except Exception as error:
             self._explain(error, contexts)
             raise
         finally:
             self._running = outer
-            self.gradients.ledger.end_run()
+            self.gradients.ledger.end_run(has_failed=has_failed)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         """Combine one value over all replicas."""
