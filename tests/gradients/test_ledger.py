@@ -228,6 +228,86 @@ def test_a_pass_of_another_thread_does_not_look_for_this_one():
     assert not problems
 
 
+@pytest.mark.parametrize("by", ["thread", "engine"])
+def test_a_pass_of_a_thread_or_of_cpp_belongs_to_the_replica_whose_turn_it_is(by):
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 1)).sum()
+        if by == "thread":
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            engine(loss)
+        return model.weight.grad.clone()
+
+    for _ in range(2):
+        assert [grad.item() for grad in strategy.experimental_local_results(strategy.run(step))] == [1, 1]
+    strategy.run(optimizer.step)
+
+
+def test_a_refusal_that_the_program_passes_over_comes_again():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def fail():
+        raise ZeroDivisionError
+
+    def step():
+        model(torch.ones(1, 1)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        Meets.others = [fail]
+        try:
+            with pytest.raises(ZeroDivisionError):
+                model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
+        finally:
+            Meets.others = []
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        strategy.run(step)
+
+
+def test_a_run_of_another_thread_is_refused_and_leaves_this_one_alone():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    said = []
+
+    def other_run():
+        def run():
+            try:
+                strategy.run(lambda: None)
+            except RuntimeError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    def step():
+        model(torch.ones(1, 1)).sum().backward()
+        ts.get_replica_context().sum_gradients(optimizer)
+        Meets.others = [other_run]
+        try:
+            with pytest.raises(RuntimeError, match="already the sum"):
+                model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
+        finally:
+            Meets.others = []
+
+    strategy.run(step)
+    assert len(said) == 2
+    assert not any("already the sum" in text for text in said)
+
+
 def test_the_error_of_a_run_is_not_hidden():
     strategy = ts.MirroredStrategy(cpu_devices(2))
     with strategy.scope():
@@ -259,10 +339,11 @@ def test_a_strategy_whose_replicas_run_at_once_does_not_live_as_long_as_a_parame
     assert not weight._post_accumulate_grad_hooks
 
 
-def test_a_parameter_that_an_optimizer_has_twice_is_summed_once():
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_parameter_that_an_optimizer_has_twice_is_summed_once(sparse):
     strategy = ts.MirroredStrategy(cpu_devices(2))
     with strategy.scope():
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Embedding(1, 1, sparse=sparse)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of it
             optimizer = torch.optim.SGD([model.weight, model.weight], lr=1.0)
@@ -270,9 +351,9 @@ def test_a_parameter_that_an_optimizer_has_twice_is_summed_once():
     def step():
         optimizer.zero_grad()
         scale = 1.0 + ts.get_replica_context().replica_id_in_sync_group
-        model(scale * torch.ones(1, 1)).sum().backward()
+        (scale * model(torch.zeros(1, dtype=torch.int64))).sum().backward()
         ts.get_replica_context().sum_gradients(optimizer)
-        return model.weight.grad.item()
+        return model.weight.grad.to_dense().item()
 
     for _ in range(3):
         assert strategy.experimental_local_results(strategy.run(step)) == (3.0, 3.0)

@@ -56,6 +56,7 @@ def may_overwrite(parameters, make):
         make: returns one for each.
     """
     ledger = GradientLedger(1, lambda: 0)
+    ledger.begin_run()
     for parameter, grad in zip(parameters, make(), strict=True):
         ledger.watch(parameter, 0)
         parameter.grad = grad
@@ -122,6 +123,7 @@ def test_a_gradient_in_another_format_is_not_where_the_sum_belongs():
 
 def test_a_look_sees_that_a_layout_has_changed():
     ledger, plans = GradientLedger(1, lambda: 0), Plans()
+    ledger.begin_run()
     (parameter,) = parameters_of(1, (2, 3, 4, 5))
     ledger.watch(parameter, 0)
     plan = plans.of([parameter])
@@ -138,6 +140,7 @@ def test_a_look_sees_that_a_layout_has_changed():
 def test_a_gradient_that_is_there_twice_may_not_be_written_to():
     parameter, other = parameters_of(2)
     ledger = GradientLedger(1, lambda: 0)
+    ledger.begin_run()
     for each in (parameter, other):
         ledger.watch(each, 0)
     parameter.sum().backward()
@@ -154,6 +157,7 @@ def test_a_missing_gradient_of_a_parameter_with_gaps():
 
 def test_a_look_says_what_is_there():
     ledger = GradientLedger(1, lambda: 0)
+    ledger.begin_run()
     dense, sparse, missing, assigned = parameters = parameters_of(4)
     for parameter in parameters:
         ledger.watch(parameter, 0)

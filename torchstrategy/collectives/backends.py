@@ -318,7 +318,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
     """Return a tensor of one dimension, in memory of its own."""
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _wait_in_slices(work: Any, check: Check) -> None:

@@ -84,7 +84,7 @@ def sum_columns(columns: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tenso
         like: tensors of the packed ones' shapes and dtype.
     """
     if len(like) == 1:
-        summed = torch.empty(like[0].shape, dtype=like[0].dtype)
+        summed = torch.empty(like[0].shape, dtype=like[0].dtype, device="cpu")
         sum_in_order(columns, summed.view(-1))
         return [summed]
     flat = torch.empty_like(columns[0])

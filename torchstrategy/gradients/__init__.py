@@ -17,15 +17,15 @@ replicas is exact for equal shares only.
 - ``ReplicaContext.sum_gradients(optimizer)`` sums now; ``step()`` sums only what is not a sum yet. Which gradient is
   what stands in one ledger of the strategy (``gradients/ledger.py``), never on the program's tensors: for each
   parameter which tensor its gradient was, with which version, and what ``backward``, sums, steps and clearing did
-  since. From the first run on the one function by which torch's ``backward`` and ``grad`` reach the engine is
-  watched, so that names which the program took before are seen too, and the two ``zero_grad``s
-  (``gradients/hooks.py``). Which gradients a pass has reached a hook of each parameter says: the ``append`` of a
-  queue, in C, for a call of Python amid torch's own costs a gradient more than all the rest; the queue is looked
-  at when the pass returns, or before anything else is asked. A gradient is local, summed or applied. What the program
-  has replaced, or rewritten past the version counter, is compared by fingerprints of its bits: a sum is equal on all
-  replicas, so gradients that differ are local. What is equal everywhere and may still be both is refused, with
-  ``sum_gradients(optimizer, fresh=True)`` and ``mark_summed(optimizer)`` as the ways out. Clipping between
-  ``backward`` and the sum is seen by the version; it is tf's rule, but rarely meant.
+  since. From a strategy's first look at its parameters on the one function by which torch's ``backward`` and ``grad``
+  reach the engine is watched, so that names which the program took before are seen too, and the two ``zero_grad``s
+  (``gradients/hooks.py``). Which gradients a pass has reached a hook of each parameter says: the ``append`` of a queue,
+  in C, for a call of Python amid torch's own costs a gradient more than all the rest; the queue is looked at when the
+  pass returns, or before anything else is asked. A gradient is local, summed or applied. What the program has replaced,
+  or rewritten past the version counter, is compared by fingerprints of its bits: a sum is equal on all replicas, so
+  gradients that differ are local. What is equal everywhere and may still be both is refused, with
+  ``sum_gradients(optimizer, fresh=True)`` and ``mark_summed(optimizer)`` as the ways out. Clipping between ``backward``
+  and the sum is seen by the version; it is tf's rule, but rarely meant.
 - In an optimizer's first steps the scalar that is differentiated, by ``backward`` or by a ``grad`` whose results the
   program assigns, is looked at (``gradients/mean_losses.py``): if its graph ends in a mean and nothing on the way or
   in the run scaled it by a count, a warning says that means are added up, with the line. The graph is looked at, not

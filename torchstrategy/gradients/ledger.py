@@ -48,6 +48,7 @@ class GradientLedger:
         self._at_once = at_once
         #: The parameters that backward passes have reached, until ``hear`` looks at their gradients.
         self._reached = OwnQueue()
+        self._num_runs = 0
         #: Of the hooks, by id of the parameter; they end with the ledger.
         self._handles: dict[int, RemovableHandle] = {}
         self._lock = threading.RLock()
@@ -97,8 +98,7 @@ class GradientLedger:
             if parameter.is_leaf and not parameter.is_inference() and is_floating:
                 required = parameter.requires_grad
                 parameter.requires_grad_()  # a frozen one may be trained later
-                tells_at_once = self._at_once or self.early() is not None
-                hook = note.note_backward if tells_at_once else self._reached.append
+                hook = self._reached.append if self.defers else note.note_backward
                 self._handles[key] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(required)
 
@@ -108,35 +108,48 @@ class GradientLedger:
         is_own = context is not None and context.strategy.gradients.ledger is self
         return context.local_id if is_own else self._running()
 
-    def hear(self, *, ends_run: bool = False) -> None:
+    @property
+    def defers(self) -> bool:
+        """Whether hooks only keep what they are called with."""
+        return not self._at_once and self.early() is None
+
+    def hear(self) -> None:
         """Look at the gradients of parameters that backward passes have reached.
 
-        Between a backward pass and this there may be no switch to another replica, and while a replica runs no thread
-        but its own may call it.
-
-        Args:
-            ends_run: whether the passes were made in a run that is over, each by the replica whose the parameter is:
-                backward and grad tell of theirs before, and only passes that C++ code makes are left.
+        Between a backward pass in ``run`` and this there may be no switch to another replica.
 
         Raises:
             RuntimeError: as ``Note.note_backward``, after all of them were looked at.
         """
-        if not self._reached:
-            return
-        with self._lock:
-            self._hear(self.current(), ends_run=ends_run)
+        if self._reached:
+            with self._lock:
+                self._hear(self.current())
 
     def hear_outside(self) -> None:
-        """Look at what passes outside ``run`` have reached, unless there is a run: its own thread looks then."""
-        if not self._reached:
-            return
+        """Look at what passes outside ``run`` have reached, unless there is a run: its own thread looks then.
+
+        Raises:
+            RuntimeError: as ``hear``.
+        """
+        if self._reached:
+            with self._lock:
+                if self._num_runs == 0:
+                    self._hear(None)
+
+    def begin_run(self) -> None:
+        """Take what has been reached up to now as outside ``run``, and what will be as inside.
+
+        Raises:
+            RuntimeError: as ``hear``.
+        """
         with self._lock:
-            if self._running() is None:
+            self._num_runs += 1
+            if self._num_runs == 1:
                 self._hear(None)
 
     def _hear(self, current: int | None, *, ends_run: bool = False) -> None:
         notes, passes, problem = self._notes, self.passes, None
-        while self._reached:
+        for _ in range(len(self._reached)):
             reached = self._reached.popleft()
             note = notes.get(id(reached))
             tensor = None if note is None else note.parameter()
@@ -231,6 +244,7 @@ class GradientLedger:
     def _grown(self, before: Note, grad: Tensor, new: State) -> State:
         """Return what became of a gradient to which a backward pass has added."""
         if before.state is State.SUMMED:
+            self._set(before, State.MIXED, grad, next(self.passes))  # for programs that go on after this error
             raise RuntimeError(
                 f"`backward` adds to a gradient (shape {tuple(grad.shape)}) that is already the sum over replicas. "
                 "Call `optimizer.step()` or `optimizer.zero_grad()` after `sum_gradients` or `scaler.unscale_`, before "
@@ -270,6 +284,9 @@ class GradientLedger:
     def end_run(self, *, has_failed: bool = False) -> None:
         """Remember what sums hold that the run has not used: a step in a later run may use them.
 
+        Passes that are looked at only now were not told of, as those that code in C++ makes. Each counts as its
+        parameter's replica's.
+
         Args:
             has_failed: whether the run ends by an error, which another one may not hide.
 
@@ -277,8 +294,13 @@ class GradientLedger:
             RuntimeError: as ``hear``.
         """
         with contextlib.suppress(RuntimeError) if has_failed else contextlib.nullcontext():
-            self.hear(ends_run=True)
-        self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
+            with self._lock:
+                try:
+                    if self._num_runs == 1:
+                        self._hear(None, ends_run=True)
+                finally:
+                    self._num_runs -= 1
+            self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
         left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not is_traced(grad)]
@@ -444,7 +466,7 @@ _ledgers: weakref.WeakSet[GradientLedger] = weakref.WeakSet()
 
 
 def hear_all() -> None:
-    """Look at what a backward pass has reached that this thread has made.
+    """Look at what a backward pass of this thread has reached, and at what passes outside of all runs have.
 
     Raises:
         RuntimeError: as ``GradientLedger.hear``, the first of all ledgers'.

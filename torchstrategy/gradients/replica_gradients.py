@@ -59,8 +59,8 @@ class ReplicaGradients:
 
     def refresh(self) -> None:
         """Look again at which parameters the recorded modules have."""
-        if self._num_replicas > 1:
-            watch(self)  # before hooks of parameters tell of passes
+        if self._num_replicas > 1 and self.ledger.defers:
+            watch(self)  # before hooks of parameters keep what passes reach
         with self._lock:
             for local_id, before in enumerate(self._parameters):
                 found: dict[int, weakref.ref[Tensor]] = {}

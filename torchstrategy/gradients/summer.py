@@ -189,8 +189,9 @@ class GradientSummer:
         with torch.no_grad():
             taken = self._take_early(firsts, records, _positions(todo & dense))
             self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], looks)
-            for k in _positions(todo & ~dense):
-                self._sum_sparse([part.parameters[k] for part in parts])
+            columns = {id(firsts[k]): [part.parameters[k] for part in parts] for k in _positions(todo & ~dense)}
+            for column in columns.values():  # one for each parameter, which may be there twice
+                self._sum_sparse(column)
             self._sync_buffers([slots[k] for k in _positions(changed)], weights)
         if changed:
             self._buffers.mark_synchronised(slots)

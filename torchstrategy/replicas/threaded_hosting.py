@@ -282,7 +282,9 @@ class ThreadedHosting(Hosting):
                 self._streams.on_this_thread(local_id),
                 label("replica", frame.replica_context._replica_id),
             ):
-                return fn(*args, **kwargs)
+                result = fn(*args, **kwargs)
+                self._strategy.gradients.ledger.hear()  # in this replica's turn: the next one can't tell whose they are
+                return result
         finally:
             pop_frame(frame)
 

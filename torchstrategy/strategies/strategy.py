@@ -503,12 +503,12 @@ class Strategy:
         self, fn: Callable[..., Any], contexts: Sequence[ReplicaContext], calls: Sequence[tuple[Any, Any]]
     ) -> list[Any]:
         """Call ``fn`` once for each context and return the results."""
-        if self.num_replicas_in_sync > 1:
-            watch(self)
-            self.gradients.ledger.hear()  # of passes outside
-        outer, self._running = self._running, tuple(contexts)
-        has_failed = True
+        outer, has_failed = self._running, True
         try:
+            self.gradients.ledger.begin_run()
+            if self.num_replicas_in_sync > 1:
+                watch(self)
+            self._running = tuple(contexts)
             results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
             has_failed = False
             return results
