@@ -196,11 +196,31 @@ class Meets(torch.autograd.Function):
         return grad
 
 
-def test_a_pass_of_another_thread_does_not_look_for_this_one():
+def two_layers():
     strategy = ts.MirroredStrategy(cpu_devices(2))
     with strategy.scope():
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return strategy, model, optimizer
+
+
+def pass_around(model, other):
+    """Make a pass that calls ``other`` when the second layer's gradient is there, and the first one's is not."""
+    Meets.others = [other]
+    try:
+        model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
+    finally:
+        Meets.others = []
+
+
+def in_a_thread(compute):
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+
+
+def test_a_pass_of_another_thread_does_not_look_for_this_one():
+    strategy, model, optimizer = two_layers()
     problems = []
 
     def plain_pass():
@@ -210,19 +230,13 @@ def test_a_pass_of_another_thread_does_not_look_for_this_one():
             except RuntimeError as error:
                 problems.append(error)
 
-        thread = threading.Thread(target=compute)
-        thread.start()
-        thread.join()
+        in_a_thread(compute)
 
     def step():
         model(torch.ones(1, 1)).sum().backward()
         ts.get_replica_context().sum_gradients(optimizer)
-        Meets.others = [plain_pass]  # when the second layer's gradient is there, and the first one's is not
-        try:
-            with pytest.raises(RuntimeError, match="already the sum"):
-                model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
-        finally:
-            Meets.others = []
+        with pytest.raises(RuntimeError, match="already the sum"):
+            pass_around(model, plain_pass)
 
     strategy.run(step)
     assert not problems
@@ -239,9 +253,7 @@ def test_a_pass_of_a_thread_or_of_cpp_belongs_to_the_replica_whose_turn_it_is(by
         optimizer.zero_grad()
         loss = model(torch.ones(1, 1)).sum()
         if by == "thread":
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
+            in_a_thread(loss.backward)
         else:
             engine(loss)
         return model.weight.grad.clone()
@@ -252,10 +264,7 @@ def test_a_pass_of_a_thread_or_of_cpp_belongs_to_the_replica_whose_turn_it_is(by
 
 
 def test_a_refusal_that_the_program_passes_over_comes_again():
-    strategy = ts.MirroredStrategy(cpu_devices(2))
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy, model, optimizer = two_layers()
 
     def fail():
         raise ZeroDivisionError
@@ -263,12 +272,8 @@ def test_a_refusal_that_the_program_passes_over_comes_again():
     def step():
         model(torch.ones(1, 1)).sum().backward()
         ts.get_replica_context().sum_gradients(optimizer)
-        Meets.others = [fail]
-        try:
-            with pytest.raises(ZeroDivisionError):
-                model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
-        finally:
-            Meets.others = []
+        with pytest.raises(ZeroDivisionError):
+            pass_around(model, fail)
         optimizer.step()
 
     with pytest.raises(RuntimeError, match="zero_grad"):
@@ -276,10 +281,7 @@ def test_a_refusal_that_the_program_passes_over_comes_again():
 
 
 def test_a_run_of_another_thread_is_refused_and_leaves_this_one_alone():
-    strategy = ts.MirroredStrategy(cpu_devices(2))
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy, model, optimizer = two_layers()
     said = []
 
     def other_run():
@@ -289,19 +291,13 @@ def test_a_run_of_another_thread_is_refused_and_leaves_this_one_alone():
             except RuntimeError as error:
                 said.append(str(error))
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_a_thread(run)
 
     def step():
         model(torch.ones(1, 1)).sum().backward()
         ts.get_replica_context().sum_gradients(optimizer)
-        Meets.others = [other_run]
-        try:
-            with pytest.raises(RuntimeError, match="already the sum"):
-                model[1](Meets.apply(model[0](torch.ones(1, 1)))).sum().backward()
-        finally:
-            Meets.others = []
+        with pytest.raises(RuntimeError, match="already the sum"):
+            pass_around(model, other_run)
 
     strategy.run(step)
     assert len(said) == 2
@@ -384,10 +380,7 @@ def test_passes_in_runs_of_another_strategy_leave_nothing():
 
 
 def test_a_pass_that_fails_half_way_is_known_of():
-    strategy = ts.MirroredStrategy(cpu_devices(2))
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy, model, optimizer = two_layers()
 
     class Fails(torch.autograd.Function):
         @staticmethod

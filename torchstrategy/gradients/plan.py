@@ -101,7 +101,8 @@ class Plans:
             self._last = {first: plan for first, plan in self._last.items() if plan.is_alive()}
             self._num_plans += 1
             plan = self._plans[key] = Plan(self._num_plans, layout, parameters)
-        plan.form = _form_of(parameters)  # of the same layout: axes of size 1 may have other strides
+        else:
+            plan.form = _form_of(parameters)  # of the same layout: axes of size 1 may have other strides
         self._last[id(parameters[0])] = plan
         return plan
 
