@@ -45,8 +45,8 @@ that step different ones are told so. Central storage compares no hyper-paramete
 where ranks have written unequally often 20 times without a difference, the next comparison is that of every
 ``check_every``-th sum, which begins to count anew.
 
-**Sums that begin during ``backward``** (``gradients/early.py``, ``early_buckets.py``) are a wager on top of that,
-with one replica in a process. After a step all ranks expect the optimizer that came next the last time, and bring its
+**Sums that begin during ``backward``** (``gradients/early.py``, ``early_buckets.py``) are a wager on top of that, on
+the same buckets (``buckets.py``), with one replica in a process. After a step all ranks expect the optimizer that came next the last time, and bring its
 gradients in the same buckets of 4 MiB, in the order in which they were complete on rank 0. A hook counts backward
 passes; when a bucket's parameters have had as many as before their last step, its gradients are copied and the sum of
 the copies starts, on backends of its own, so that its order against the program's collectives is free. Gloo and NCCL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +12,12 @@ from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import info_once
 from torchstrategy.base.options import CommunicationOptions, PowerSGD
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, sum_gradients
-from torchstrategy.collectives.packing import group_by_layout, have_own_memory, memory_order, pack, plan_buckets, unpack
+from torchstrategy.collectives.packing import group_by_layout, have_own_memory, memory_order
 from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.gradients.buckets import OPERATION, sum_in_buckets
 from torchstrategy.gradients.power_sgd import LowRankSums
 
-__all__ = ["DenseSums", "sum_in_buckets"]
-
-StartSum = Callable[[Tensor, str], Callable[[], None]]
+__all__ = ["DenseSums"]
 
 
 class DenseSums:
@@ -108,7 +107,7 @@ class DenseSums:
                 members, rows = _in_own_memory(members, [parameters[i] for i in indices], may)
             else:
                 rows = members
-            workers.sum_in_place(rows, "the sum of gradients")
+            workers.sum_in_place(rows, OPERATION)
             num_packs += 1
             for i, member in zip(indices, members, strict=True):
                 sums[i] = member
@@ -153,36 +152,3 @@ def _in_own_memory(
             own[k] = torch.empty_like(parameter, dtype=tensor.dtype, memory_format=memory_format).copy_(tensor)
         views[k] = own[k] if order is None else own[k].permute(order)
     return own, views
-
-
-def sum_in_buckets(
-    start: StartSum, tensors: Sequence[Tensor], bucket_bytes: int, parameters: Sequence[Tensor] | None = None
-) -> tuple[list[Tensor], int]:
-    """Sum tensors over processes; the ranks have agreed on shapes and dtypes.
-
-    Args:
-        start: ``start_sum`` or ``start_gradient_sum`` of the processes.
-        tensors: dense tensors.
-        bucket_bytes: size in bytes at which a bucket is closed.
-        parameters: whose gradients these are, if they are gradients; the ranks have agreed on their memory formats.
-
-    Returns:
-        The sums, parts of buckets in the tensors' shapes, and the number of buckets.
-    """
-    buckets = plan_buckets(tensors, bucket_bytes)
-    packed = [
-        pack([tensors[i] for i in bucket], None if parameters is None else [parameters[i] for i in bucket])
-        for bucket in buckets
-    ]
-    waits = [start(flat, "the sum of gradients") for flat in packed]
-    sums = list(tensors)
-    for bucket, flat, wait in zip(buckets, packed, waits, strict=True):
-        wait()
-        like = tensors if parameters is None else parameters
-        parts = unpack(flat, [like[i] for i in bucket], keep_formats=parameters is not None)
-        if flat.device.type == "xla":
-            # Each write to a view is traced as a write to the whole buffer, and to all other views of it.
-            parts = [part.clone() for part in parts]
-        for index, part in zip(bucket, parts, strict=True):
-            sums[index] = part
-    return sums, len(buckets)

@@ -19,13 +19,11 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from torchstrategy.collectives.packing import unpack
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
-from torchstrategy.gradients.early_buckets import Bucket, EarlyPlan, OpenBuckets
+from torchstrategy.gradients.early_buckets import EarlyBucket, EarlyPlan, OpenBuckets
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.plan import Plan
 
@@ -33,7 +31,6 @@ __all__ = ["EarlyReport", "EarlySums"]
 
 #: Smaller than the buckets of sums at ``step``, so that there is something to overlap.
 _BUCKET_BYTES = 4 << 20
-_OPERATION = "the sum of gradients"
 _PLANNING = "the plan of the sums of gradients"
 _all: weakref.WeakSet[EarlySums] = weakref.WeakSet()
 
@@ -96,11 +93,10 @@ class EarlySums:
                 bucket = opened.buckets[opened.num_started]
                 if bucket.missing > 0:
                     return
-                flat = bucket.copy_own()
-                if flat is None:
-                    opened.is_halted = True
+                if bucket.fill_with_own():
+                    self._start(opened, bucket)
                 else:
-                    self._start(opened, bucket, flat)
+                    opened.is_halted = True
 
     def report(self, plan: Plan, parameters: Sequence[Tensor]) -> EarlyReport:
         """Return what the other ranks must know at a sum.
@@ -153,17 +149,13 @@ class EarlySums:
                 stale = -1  # another optimizer than the expected one
             while opened.num_started < num_started:
                 bucket = opened.buckets[opened.num_started]
-                self._start(opened, bucket, bucket.copy_any())
+                bucket.fill_with_any()
+                self._start(opened, bucket)
         sums: dict[int, Tensor] = {}
         for k, bucket in enumerate(opened.buckets[:num_started]):
-            if bucket.wait is None or bucket.flat is None:
-                raise RuntimeError(f"Bucket {k} of {num_started} was not started.")
-            bucket.wait()
-            if bucket.flat.is_cuda:  # a thread of autograd has allocated it, maybe on another stream
-                bucket.flat.record_stream(torch.cuda.current_stream(bucket.flat.device))
+            bucket.finish()
             if not stale >> k & 1:
-                like = [opened.plan.like[index] for index in bucket.indices]
-                sums.update(zip(bucket.indices, unpack(bucket.flat, like, keep_formats=True), strict=True))
+                sums.update(zip(bucket.indices, bucket.sums(), strict=True))
         self._is_settling = self._is_under_way = False
         opened.plan.note_outcome(is_good=not stale & (1 << num_started) - 1)
         return sums
@@ -229,11 +221,11 @@ class EarlySums:
             self._num_opened += 1
             self._opened = OpenBuckets(self._num_opened, plan, plan.open_buckets(self._passes))
 
-    def _start(self, opened: OpenBuckets, bucket: Bucket, flat: Tensor) -> None:
+    def _start(self, opened: OpenBuckets, bucket: EarlyBucket) -> None:
         if opened.num_started == 0:
             opened.plan.num_opened += 1
         self._is_under_way = True
-        bucket.wait = self._workers.start_early_sum(flat, _OPERATION)
+        bucket.start(self._workers.start_early_sum)
         opened.num_started += 1
 
 

@@ -8,17 +8,18 @@ Unlike plain sums these change with a gradient whose elements add up to 0, too, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.packing import pack, plan_buckets
+from torchstrategy.collectives.packing import plan_buckets
+from torchstrategy.gradients.buckets import Bucket
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.plan import Plan
 
-__all__ = ["Bucket", "EarlyPlan", "OpenBuckets"]
+__all__ = ["EarlyBucket", "EarlyPlan", "OpenBuckets"]
 
 #: A parameter that had no gradient in so many steps leaves its bucket.
 _MAX_IDLE = 8
@@ -110,7 +111,7 @@ class EarlyPlan:
         numbers = {k: number for number, bucket in enumerate(self.buckets) for k in bucket}
         self.bucket_of = {id(self.references[k]()): number for k, number in numbers.items()}
 
-    def open_buckets(self, passes: Mapping[int, int]) -> list[Bucket]:
+    def open_buckets(self, passes: Mapping[int, int]) -> list[EarlyBucket]:
         """Return the buckets of the next sum, which wait for the backward passes that are still to come.
 
         Args:
@@ -123,7 +124,12 @@ class EarlyPlan:
         number = self.num_opened + 1
         compares_now = number <= _NUM_COMPARED or number % _COMPARED_EVERY == 0
         return [
-            Bucket(self, indices, sum(missing[k] for k in indices), compares_now or _always_compares(self, indices))
+            EarlyBucket(
+                self,
+                indices,
+                sum(missing[k] for k in indices),
+                compares=compares_now or _always_compares(self, indices),
+            )
             for indices in self.buckets
         ]
 
@@ -133,9 +139,8 @@ class EarlyPlan:
         self.pause = 0 if is_good else min(1 << self.num_failures - 1, _MAX_PAUSE) - 1
 
 
-@dataclass
-class Bucket:
-    """Gradients that travel together.
+class EarlyBucket(Bucket):
+    """Gradients that travel together, perhaps before the last one is there.
 
     Args:
         plan: of the list of parameters.
@@ -144,35 +149,35 @@ class Bucket:
         compares: whether sums of elements show what has been changed past the version counter.
     """
 
-    plan: EarlyPlan
-    indices: list[int]
-    missing: int
-    compares: bool
-    flat: Tensor | None = None
-    wait: Callable[[], None] | None = None
-    passes: list[int | None] = field(
-        default_factory=list
-    )  # which backward pass had left each gradient when it was copied
-    totals: Tensor | None = None  # what `_totals` returns for them
+    def __init__(self, plan: EarlyPlan, indices: list[int], missing: int, *, compares: bool) -> None:
+        super().__init__(indices, [plan.like[k] for k in indices])
+        self.missing = missing
+        self._plan = plan
+        self._compares = compares
+        #: Which backward pass had left each gradient when it was copied.
+        self._passes: list[int | None] = []
+        #: What ``_totals`` returned for them.
+        self._sums_of_elements: Tensor | None = None
 
-    def copy_own(self) -> Tensor | None:
-        """Copy the gradients and remember what they were; ``None`` if anything but ``backward`` made or changed one."""
+    def fill_with_own(self) -> bool:
+        """Copy the gradients and remember what they were; ``False`` if anything but ``backward`` made one."""
         found = self._own_gradients()
         if found is None:
-            return None
-        grads, self.passes = found
-        if self.compares:
-            self.totals = _totals(grads)
-        return self._pack(grads)
+            return False
+        grads, self._passes = found
+        if self._compares:
+            self._sums_of_elements = _totals(grads)
+        self._fill(grads)
+        return True
 
-    def copy_any(self) -> Tensor:
+    def fill_with_any(self) -> None:
         """Copy the gradients, for ranks that have started their sum; zeros stand for those that don't fit."""
         grads = []
         for k in self.indices:
-            parameter = self.plan.references[k]()
+            parameter = self._plan.references[k]()
             grad = None if parameter is None else parameter.grad
             grads.append(grad if grad is not None and self._fits(k, grad) else None)
-        return self._pack(grads)
+        self._fill(grads)
 
     def is_good(self) -> bool:
         """Say whether the gradients are still what was copied or, if they were not, whether they can be."""
@@ -183,12 +188,12 @@ class Bucket:
         grads: list[Tensor | None] = []
         passes: list[int | None] = []
         for k in self.indices:
-            parameter = self.plan.references[k]()
+            parameter = self._plan.references[k]()
             if parameter is None:
                 return None
             grad, last = parameter.grad, None
             if grad is not None:
-                last = self.plan.ledger.own_pass(parameter)
+                last = self._plan.ledger.own_pass(parameter)
                 if last is None or not self._fits(k, grad):
                     return None
             grads.append(grad)
@@ -197,40 +202,39 @@ class Bucket:
 
     def _can_be_copied(self) -> bool:
         for k in self.indices:
-            parameter = self.plan.references[k]()
-            if parameter is None or self.plan.ledger.is_sum(parameter):
+            parameter = self._plan.references[k]()
+            if parameter is None or self._plan.ledger.is_sum(parameter):
                 return False
             if parameter.grad is not None and not self._fits(k, parameter.grad):
                 return False
         return True
 
     def _is_fresh(self) -> bool:
-        found = None if self.plan.is_edited else self._own_gradients()
+        found = None if self._plan.is_edited else self._own_gradients()
         if found is None:
             return False
         grads, passes = found
-        if passes != self.passes:
+        if passes != self._passes:
             return False
-        if self.totals is None or _equal(self.totals, _totals(grads)):
+        if self._sums_of_elements is None or _equal(self._sums_of_elements, _totals(grads)):
             return True
-        self.plan.is_edited = not _always_compares(self.plan, self.indices)
+        self._plan.is_edited = not _always_compares(self._plan, self.indices)
         return False
 
     def _fits(self, k: int, grad: Tensor) -> bool:
-        like, device = self.plan.like[k], self.plan.devices[k]
+        like, device = self._plan.like[k], self._plan.devices[k]
         is_dense = grad.layout is torch.strided
         return is_dense and grad.dtype is like.dtype and grad.device == device and grad.shape == like.shape
 
-    def _pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        like = [self.plan.like[k] for k in self.indices]
-        device = self.plan.devices[self.indices[0]]
+    def _fill(self, grads: Sequence[Tensor | None]) -> None:
+        device = self._plan.devices[self.indices[0]]
         with torch.no_grad():
-            parts = [
-                torch.zeros(other.shape, dtype=other.dtype, device=device) if grad is None else grad
-                for grad, other in zip(grads, like, strict=True)
-            ]
-            self.flat = pack(parts, like)
-        return self.flat
+            self.fill(
+                [
+                    torch.zeros(like.shape, dtype=like.dtype, device=device) if grad is None else grad
+                    for grad, like in zip(grads, self.like, strict=True)
+                ]
+            )
 
 
 @dataclass
@@ -239,7 +243,7 @@ class OpenBuckets:
 
     number: int
     plan: EarlyPlan
-    buckets: list[Bucket]
+    buckets: list[EarlyBucket]
     num_started: int = 0
     is_halted: bool = False
 

@@ -25,8 +25,9 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.packing import in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
+from torchstrategy.gradients.buckets import OPERATION, sum_in_buckets
 from torchstrategy.gradients.comparison import compare_between_ranks
-from torchstrategy.gradients.dense import DenseSums, sum_in_buckets
+from torchstrategy.gradients.dense import DenseSums
 from torchstrategy.gradients.early import EarlyReport, EarlySums
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
@@ -299,7 +300,7 @@ class GradientSummer:
                 "A replayed graph could not ask the other ranks what they sum. Capture forward and backward only; "
                 "after the replay call `sum_gradients(optimizer, fresh=True)` and `optimizer.step()`."
             )
-        operation = "the sum of gradients" if firsts else "sync_buffers"
+        operation = OPERATION if firsts else "sync_buffers"
         records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
         if any(row.plan != record.plan for row in records):
             self._workers.agree(operation, describe_layout(firsts), "parameters (shapes, dtypes and memory formats)")
