@@ -40,7 +40,7 @@ local, but a stream would have to be read again from its start.) ``AUTO`` may ch
 processes: a loaded state decides how the rest of its epoch is read. Positions don't keep iterators alive, and on
 accelerators, where reading runs ahead of the user, each element carries the position that follows it.
 
-A ``ts.data.Dataset`` is an immutable tree of operations. Each iteration builds torchdata nodes from it. As long as
+A ``ts.data.Dataset`` is an immutable tree of operations. Each iteration builds nodes from it. As long as
 elements are slices of arrays only, the nodes carry their positions: shuffling 60,000 images moves integers, and a
 batch is one indexing call. Everything random follows from keys that are drawn at the first ``next``, so a state is
 keys and counts, never elements. A reader of files is a function from a path to examples; an optional argument

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import torchstrategy as ts
@@ -264,6 +265,39 @@ def test_torchdatas_stateful_loader(num_workers):
     second.load_state_dict(state)
     assert plain(second) == rest
     assert sorted(itertools.chain(*seen, *rest)) == list(range(40))
+
+
+def test_torchdatas_nodes_read_a_dataset():
+    def loader():
+        dataset = Dataset.range(40).shuffle(40, seed=1).prefetch(3).batch(4)
+        return nodes.Loader(nodes.Prefetcher(nodes.IterableWrapper(dataset), 2))
+
+    torch.manual_seed(0)
+    first = loader()
+    elements = iter(first)
+    seen = [next(elements).tolist() for _ in range(3)]
+    state = first.state_dict()
+    rest = plain(elements)
+    second = loader()
+    second.load_state_dict(state)
+    assert plain(second) == rest
+    assert sorted(itertools.chain(*seen, *rest)) == list(range(40))
+
+
+def test_torchdatas_nodes_are_distributed():
+    def distribute():
+        batches = nodes.Batcher(nodes.IterableWrapper(torch.arange(22)), 4, drop_last=False)
+        loader = nodes.Loader(nodes.Mapper(batches, torch.stack))
+        return ts.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(loader)
+
+    expected = [ids(local) for local in distribute()]
+    assert list(itertools.chain(*expected)) == list(range(22))
+    first = distribute()
+    elements = iter(first)
+    seen = [ids(next(elements)) for _ in range(2)]
+    second = distribute()
+    second.load_state_dict(first.state_dict())
+    assert seen + [ids(local) for local in second] == expected
 
 
 def make_global_batches():

@@ -245,7 +245,7 @@ def test_a_prefetch_that_begins_anew_waits_for_its_thread():
     def slow(x):
         running.append(x)
         most.append(len(running))
-        time.sleep(1.4 if x == 1 else 0)  # longer than torchdata waits for a thread
+        time.sleep(0.3 if x == 1 else 0)
         running.remove(x)
         return x
 

@@ -1,1 +1,1 @@
-"""The fluent dataset: a description of operations, and the torchdata nodes that carry them out."""
+"""The fluent dataset: a description of operations, and the nodes that carry them out."""

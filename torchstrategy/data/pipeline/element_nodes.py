@@ -92,7 +92,6 @@ class Unbatch(Node):
     """
 
     def __init__(self, source: Node) -> None:
-        super().__init__()
         self._source = source
 
     @override
@@ -190,7 +189,6 @@ class Generate(Node):
     def __init__(
         self, make: Callable[[], Iterable[Any]], convert: Callable[[Any], Any], fn: Callable[..., Any]
     ) -> None:
-        super().__init__()
         self._make = make
         self._fn = fn
         self._convert = convert
@@ -242,7 +240,6 @@ class Cache(Node):
     """
 
     def __init__(self, make_source: Callable[[], Node], memory: CacheMemory) -> None:
-        super().__init__()
         self._make_source = make_source
         self._memory = memory
 

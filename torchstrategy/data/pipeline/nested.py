@@ -30,7 +30,6 @@ class Interleave(Node):
     def __init__(
         self, source: Node, open_inner: Callable[[Any, int, int], Node], cycle_length: int, block_length: int
     ) -> None:
-        super().__init__()
         self._source = source
         self._open_inner = open_inner
         self._cycle_length = cycle_length
@@ -129,7 +128,6 @@ class Files(Node):
     """
 
     def __init__(self, files: Sequence[Any], reader: Callable[..., Iterable[Any]]) -> None:
-        super().__init__()
         self._files = files
         self._reader = reader
 

@@ -1,11 +1,14 @@
-"""What every node of a pipeline can do on top of ``torchdata.nodes.BaseNode``."""
+"""What every node of a pipeline can do: it is an iterator that begins anew, or at a state that it gave away.
+
+The methods are those of ``torchdata.nodes.BaseNode``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from torchdata.nodes import BaseNode  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.access import Access
@@ -16,20 +19,34 @@ State = dict[str, Any]
 _SKIP_CHUNK = 1024
 
 
-class Node(BaseNode[Any]):  # type: ignore[misc]
+class Node(Iterator[Any]):
     """A node that also reads and skips several items at once.
 
     Subclasses fill in ``start`` and ``get_state``, and ``next`` or ``read``. A state is never changed after it was
     given away. Items are elements, or what an ``Access`` makes elements of.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    _has_begun = False
+
+    def __next__(self) -> Any:
+        if not self._has_begun:
+            self.reset()
+        return self.next()
 
     def reset(self, initial_state: State | None = None) -> None:
         """Begin, or continue at a state."""
-        super().reset(initial_state)
+        self._has_begun = True
         self.start(initial_state)
+
+    def state_dict(self) -> State:
+        """Return where the node is; ``reset`` continues there."""
+        if not self._has_begun:
+            self.reset()
+        return self.get_state()
+
+    def get_state(self) -> State:
+        """Return where the node is, which has begun."""
+        raise NotImplementedError
 
     def start(self, state: State | None) -> None:
         """Begin, or continue at a state; a second beginning is the next repetition."""
@@ -80,7 +97,6 @@ class SourcedNode(Node):
     saved: ClassVar[tuple[str, ...]] = ()  # attributes that make up the state
 
     def __init__(self, source: Node) -> None:
-        super().__init__()
         self._source = source
 
     def begin(self) -> None:

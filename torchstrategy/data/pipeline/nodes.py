@@ -23,7 +23,6 @@ class Positions(Node):
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__()
         self._size = size
 
     @override
@@ -222,7 +221,6 @@ class Zip(Node):
     """
 
     def __init__(self, sources: Sequence[Node], structure: Any) -> None:
-        super().__init__()
         self._sources = list(sources)
         self._structure = structure
 
@@ -258,7 +256,6 @@ class Concatenate(Node):
     """
 
     def __init__(self, first: Node, second: Node) -> None:
-        super().__init__()
         self._sources = [first, second]
 
     @override

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torchdata.nodes import BaseNode, Prefetcher  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.node import Node, State
@@ -20,42 +20,59 @@ _CALLS_PER_THREAD = 2  # that are waiting or running
 _setting_threads = threading.Lock()
 
 
-class _Raised:
-    """An error on its way through a queue; torchdata would raise a new one with another text."""
+class _Read(NamedTuple):
+    """What a thread has read: an item and the state after it, an error, or none of both at the end."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    item: Any = None
+    state: State | None = None
+    error: Exception | None = None
 
 
-class _Guarded(BaseNode[Any]):  # type: ignore[misc]
-    """Hands errors on as items."""
+class _Reader:
+    """Reads ahead in a thread until there is nothing more to read, or it is stopped.
 
-    def __init__(self, source: Node) -> None:
-        super().__init__()
+    Args:
+        source: what is read.
+        buffer_size: how many items wait at most.
+        lock: held while the source is used.
+    """
+
+    def __init__(self, source: Node, buffer_size: int, lock: threading.Lock) -> None:
         self._source = source
-        self._lock = threading.Lock()  # a thread that was stopped may be reading yet
+        self._lock = lock
+        self._is_stopped = False
+        self._free = threading.Semaphore(buffer_size)
+        self._found: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        threading.Thread(target=self._read_all, name="ts.data.prefetch", daemon=True).start()
 
-    def reset(self, initial_state: State | None = None) -> None:
-        super().reset(initial_state)
-        with self._lock:
-            self._source.reset(initial_state)
-            self._has_failed = False
+    def take(self) -> _Read:
+        """Return what was read next; it waits for it."""
+        found = self._found.get()
+        self._free.release()
+        return found
 
-    def next(self) -> Any:
-        with self._lock:
-            if self._has_failed:
-                raise StopIteration
-            try:
-                return next(self._source)
-            except StopIteration:
-                raise
-            except Exception as error:  # noqa: BLE001 - raised again by the reader
-                self._has_failed = True
-                return _Raised(error)
+    def stop(self) -> None:
+        """Let the thread end after the item that it is reading."""
+        self._is_stopped = True
+        self._free.release()
 
-    def get_state(self) -> State:
-        # After an error the node is of no use, and neither may its state be.
-        return {} if self._has_failed else self._source.state_dict()
+    def _read_all(self) -> None:
+        found = _Read(state={})
+        while found.state is not None:
+            self._free.acquire()
+            with self._lock:
+                if self._is_stopped:
+                    return
+                found = self._read()
+            self._found.put(found)
+
+    def _read(self) -> _Read:
+        try:
+            return _Read(next(self._source), self._source.state_dict())
+        except StopIteration:
+            return _Read()
+        except Exception as error:  # noqa: BLE001 - raised again by whoever takes it
+            return _Read(error=error)
 
 
 class Prefetch(Node):
@@ -67,30 +84,45 @@ class Prefetch(Node):
     """
 
     def __init__(self, source: Node, buffer_size: int) -> None:
-        super().__init__()
-        self._inner = Prefetcher(_Guarded(source), buffer_size)
+        self._source = source
+        self._buffer_size = buffer_size
+        self._lock = threading.Lock()  # a thread that was stopped may be reading yet
+        self._reader: _Reader | None = None
 
     @override
     def start(self, state: State | None) -> None:
-        self._inner.reset(None if state is None else state["ahead"])
+        self._stop()
+        with self._lock:
+            self._source.reset(None if state is None else state["ahead"])
+            self._given = self._source.state_dict()  # the source's state after the last item that was given
+        self._reader = _Reader(self._source, self._buffer_size, self._lock)
 
     @override
     def next(self) -> Any:
-        item = next(self._inner)
-        if isinstance(item, _Raised):
-            raise item.error
+        if self._reader is None:
+            raise StopIteration
+        item, state, error = self._reader.take()
+        if state is None:
+            self._stop()
+            raise StopIteration if error is None else error
+        self._given = state
         return item
 
     @override
     def get_state(self) -> State:
-        return {"ahead": self._inner.state_dict()}
+        return {"ahead": self._given}
+
+    def __del__(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = None
 
 
 class ParallelMap(Node):
     """Items after a function that several threads call; they keep their order.
-
-    torchdata's ``ParallelMapper`` would set torch's number of threads to 1 for every thread that begins later, such as
-    those of replicas.
 
     Args:
         source: of the items.
@@ -99,7 +131,6 @@ class ParallelMap(Node):
     """
 
     def __init__(self, source: Node, fn: Callable[[Any], Any], num_threads: int) -> None:
-        super().__init__()
         self._source = source
         self._fn = fn
         self._num_threads = num_threads

@@ -37,7 +37,6 @@ class Shuffle(Node):
     """
 
     def __init__(self, source: Node, buffer_size: int, key: Sequence[int], *, reshuffles: bool) -> None:
-        super().__init__()
         self._source = source
         self._buffer_size = buffer_size
         self._key = list(key)
@@ -150,7 +149,6 @@ class ShuffleElements(Node):
     """
 
     def __init__(self, source: Node, buffer_size: int, key: Sequence[int], *, reshuffles: bool) -> None:
-        super().__init__()
         self._numbers = _Numbers(source, max(buffer_size, _MIN_MARK_INTERVAL))
         self._shuffle = Shuffle(self._numbers, buffer_size, key, reshuffles=reshuffles)
 
@@ -181,7 +179,6 @@ class _Numbers(Node):
     """
 
     def __init__(self, source: Node, interval: int) -> None:
-        super().__init__()
         self._source = source
         self._interval = interval
         self._replayed: tuple[int, bool] | None = None
