@@ -5,7 +5,8 @@ import pytest
 
 import torchstrategy as ts
 from tests.coordinator.fakes import FakeCluster, definition, error_reply
-from torchstrategy.coordinator.per_worker import PerWorkerValues, Resource
+from torchstrategy.base.values import PerWorkerValues
+from torchstrategy.coordinator.per_worker import Resource
 from torchstrategy.coordinator.remote_value import RemoteValue
 from torchstrategy.transport.messages import Message
 

@@ -1,9 +1,11 @@
 import json
 
 import pytest
+import torch
 
 import torchstrategy as ts
 from tests.clusters import as_task
+from torchstrategy.base.devices import Placement
 
 est = ts.estimator
 CLUSTER = {"chief": ["h0:1"], "worker": ["h1:1", "h2:1"], "ps": ["h3:1", "h4:1"], "evaluator": ["h5:1"]}
@@ -212,6 +214,7 @@ def test_torchruns_ranks_are_workers():
 def test_strategies_that_an_estimator_refuses(name):
     for cls, advice in ((ts.TPUStrategy, "fit"), (ts.ParameterServerStrategy, r"ts\.compat\.v1")):
         strategy = cls.__new__(cls)  # neither a TPU nor a cluster is at hand
+        strategy.placement = Placement(1, 0, (torch.device("xla" if cls is ts.TPUStrategy else "cpu", 0),))
         with pytest.raises(ValueError, match=advice):
             est.RunConfig(**{name: strategy})
     with pytest.raises(TypeError, match=name):

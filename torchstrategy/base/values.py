@@ -26,6 +26,8 @@ __all__ = [
     "DistributedValues",
     "Mirrored",
     "PerReplica",
+    "PerWorkerValues",
+    "RemoteTensor",
     "ValueContext",
     "get_shares",
     "local_results",
@@ -150,6 +152,42 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """Equal values on every replica, such as the result of an all-reduce."""
+
+
+class PerWorkerValues:
+    """One value for each worker, which is there already. As an argument of ``schedule`` it is the worker's own.
+
+    ``iter`` of what ``ClusterCoordinator.create_per_worker_dataset`` returns makes one.
+
+    Args:
+        values: what stands for the workers' values on the coordinator, in the order of workers.
+
+    Example:
+        >>> with ts.testing.LocalCluster(num_workers=1, num_ps=1) as cluster:
+        ...     strategy = ts.ParameterServerStrategy(cluster.resolver())
+        ...     coordinator = ts.coordinator.ClusterCoordinator(strategy)
+        ...     numbers = iter(coordinator.create_per_worker_dataset(lambda: range(3)))
+        ...     print(isinstance(numbers, ts.coordinator.PerWorkerValues))
+        ...     print([coordinator.schedule(lambda it: next(it), args=(numbers,)).fetch() for _ in range(3)])
+        ...     strategy.close()
+        True
+        [0, 1, 2]
+    """
+
+    #: Which of a worker's values it is, negative for none: a function or an argument that has it in it gets that one.
+    #: The class has the attribute for what pickles these.
+    _ts_resource_id: int = -1
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = tuple(values)
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor of the program whose values other processes hold: its own memory is of no use."""
+
+    def snapshot(self) -> torch.Tensor:
+        """Return the present value on the CPU."""
+        raise NotImplementedError
 
 
 class ValueContext:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.values import RemoteTensor
 from torchstrategy.callbacks.base import Callback, Logs, is_chief
 from torchstrategy.callbacks.monitor import Goal, check_mode, find_goal, read_monitored
 from torchstrategy.callbacks.output import print_line
-from torchstrategy.parameter_server.served import Served
 
 __all__ = ["EarlyStopping", "TerminateOnNaN"]
 
@@ -189,6 +189,6 @@ def _host_copy(model: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Served):
+    if isinstance(value, RemoteTensor):
         return value.snapshot()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

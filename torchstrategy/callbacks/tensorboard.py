@@ -12,12 +12,12 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.base.log import info_once, warning_once
+from torchstrategy.base.values import RemoteTensor
 from torchstrategy.callbacks.base import Callback, Logs, is_chief
 from torchstrategy.callbacks.model_graph import model_graph
 from torchstrategy.callbacks.profiling import BatchProfiler, parse_profile_batch
 from torchstrategy.callbacks.rates import learning_rates
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
-from torchstrategy.parameter_server.served import Served
 from torchstrategy.summary import SummaryWriter, create_file_writer, histogram, scalar
 from torchstrategy.summary.writer import import_tensorboard
 
@@ -185,7 +185,7 @@ class TensorBoard(Callback):
     def _write_histograms(self, epoch: int) -> None:
         with self._writer("train").as_default(epoch):
             for name, parameter in self.model.named_parameters():
-                values = parameter.snapshot() if isinstance(parameter, Served) else parameter.detach()
+                values = parameter.snapshot() if isinstance(parameter, RemoteTensor) else parameter.detach()
                 finite = values[torch.isfinite(values)]
                 if finite.numel() < values.numel():
                     warning_once(f"The histogram of {name} leaves out values that are not finite.")

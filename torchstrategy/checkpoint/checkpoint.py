@@ -17,9 +17,9 @@ from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.restoration import Restoration, join
+from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.checkpoint.tracked import Plan, Tracked
-from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.record import owner
 
 __all__ = ["Checkpoint", "check_options"]

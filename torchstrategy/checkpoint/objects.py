@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.plain import no_shape_message, to_plain
 from torchstrategy.checkpoint.tracked import Plan, Tracked, TrackedTensor, TrackedVariable, check_tensor
-from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
@@ -81,7 +81,7 @@ class TrackedModule(Tracked):
             module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         )
         registered_variables = {key: user_variable(value) for key, value in registered if isinstance(value, Variable)}
-        served = any(isinstance(value, Served) for value in module.state_dict(keep_vars=True).values())
+        served = any(isinstance(value, RemoteTensor) for value in module.state_dict(keep_vars=True).values())
         # Reading a variable may need all processes, or too much memory, so that state_dict must not do it.
         state = self.obj.state_dict(keep_vars=bool(registered_variables) or served)
         state.update({key: variable for key, variable in registered_variables.items() if key in state})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torchstrategy.parameter_server.served import Served
+from torchstrategy.base.values import RemoteTensor
 
 __all__ = ["no_shape_message", "to_plain"]
 
@@ -58,7 +58,7 @@ def no_shape_message(name: str) -> str:
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Served):
+    if isinstance(tensor, RemoteTensor):
         return tensor.snapshot()
     result = tensor.detach().cpu()
     # A view of a larger buffer would be written with all of that buffer.

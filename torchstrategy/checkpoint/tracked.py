@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from torchstrategy import errors
 from torchstrategy.base.options import VariableAggregation
+from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.plain import to_plain
-from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 
 __all__ = ["Plan", "Tracked", "TrackedTensor", "TrackedVariable", "check_tensor"]
@@ -115,7 +115,7 @@ class TrackedVariable(TrackedTensor):
 
     @override
     def capture(self, strategy: Any) -> Any:
-        return to_plain(self.obj if isinstance(self.obj, Served) else self.obj.read_value(), self.name)
+        return to_plain(self.obj if isinstance(self.obj, RemoteTensor) else self.obj.read_value(), self.name)
 
     @override
     def plan(self, state: Any, strategy: Any) -> Plan:

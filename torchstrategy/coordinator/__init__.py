@@ -1,7 +1,7 @@
 """Names of ``tf.distribute.coordinator``."""
 
+from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.coordinator.cluster_coordinator import ClusterCoordinator
-from torchstrategy.coordinator.per_worker import PerWorkerValues
 from torchstrategy.coordinator.remote_value import RemoteValue
 from torchstrategy.coordinator.worker_index import experimental_get_current_worker_index
 

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.errors import UnavailableError
-from torchstrategy.parameter_server.links import dtype_name
+from torchstrategy.parameter_server.links import ServerLink, dtype_name
 from torchstrategy.parameter_server.results import decode_side
-from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+from torchstrategy.parameter_server.shipping import Shipper
+from torchstrategy.transport.loop import ControlLoop
 from torchstrategy.transport.messages import Message
 
-__all__ = ["StrategyBackend"]
+__all__ = ["ClusterStrategy", "StrategyBackend"]
+
+
+@runtime_checkable
+class ClusterStrategy(Protocol):
+    """What a coordinator needs of its strategy, which is a ``ParameterServerStrategy`` on its coordinator."""
+
+    cluster_spec: ClusterSpec
+    incarnation: int
+    loop: ControlLoop
+    max_staleness: int | None
+    resources: ExitStack
+    secret: Any
+    shipper: Shipper
+    _closing: Any
+    _servers: list[ServerLink]
+
+    def _prepare_closures(self) -> None:
+        """Bring the servers up to date before a function is scheduled."""
 
 
 class StrategyBackend:
@@ -26,7 +47,7 @@ class StrategyBackend:
         strategy: the strategy.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, strategy: ClusterStrategy) -> None:
         self._reference = weakref.ref(strategy)
         self._closing = strategy._closing
         self._loop = strategy.loop
@@ -89,7 +110,7 @@ class StrategyBackend:
                 return failure
         return None
 
-    def _strategy(self) -> ParameterServerStrategy:
+    def _strategy(self) -> ClusterStrategy:
         strategy = self._reference()
         if strategy is None:
             raise UnavailableError("The program has dropped the strategy.")

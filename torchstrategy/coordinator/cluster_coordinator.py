@@ -13,21 +13,16 @@ from typing import Any, NoReturn
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import logger
-from torchstrategy.coordinator.backend import StrategyBackend
+from torchstrategy.base.values import PerWorkerValues
+from torchstrategy.coordinator.backend import ClusterStrategy, StrategyBackend
 from torchstrategy.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.coordinator.cluster import Cluster
-from torchstrategy.coordinator.per_worker import (
-    NOT_ON_WORKERS,
-    PerWorkerDataset,
-    PerWorkerIterator,
-    PerWorkerValues,
-    Resource,
-)
+from torchstrategy.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, Resource
 from torchstrategy.coordinator.remote_value import RemoteValue
 from torchstrategy.coordinator.timers import Timers
 from torchstrategy.coordinator.watchdog import Watchdog
 from torchstrategy.errors import UnavailableError
-from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["ClusterCoordinator"]
 
@@ -78,11 +73,11 @@ class ClusterCoordinator:
         True
     """
 
-    _strategy: ParameterServerStrategy
+    _strategy: ClusterStrategy
 
     def __new__(cls, strategy: Any, **_: Any) -> ClusterCoordinator:
         """Return the strategy's coordinator if it has one."""
-        if not isinstance(strategy, ParameterServerStrategy):
+        if not isinstance(strategy, ClusterStrategy):
             raise TypeError(
                 "A ClusterCoordinator needs a ts.ParameterServerStrategy. Received: "
                 f"{strategy!r}. Other strategies compute in `strategy.run`."
@@ -92,7 +87,7 @@ class ClusterCoordinator:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        strategy: Any,
         *,
         stuck_after_s: float | None = None,
         max_ps_failures: int | None = None,
@@ -124,9 +119,9 @@ class ClusterCoordinator:
         vars(strategy)["_cluster_coordinator"] = self
 
     @property
-    def strategy(self) -> ParameterServerStrategy:
+    def strategy(self) -> Strategy:
         """The strategy whose workers run the functions."""
-        return self._strategy
+        return self._strategy  # type: ignore[return-value]
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
@@ -300,7 +295,7 @@ def _per_worker_values(args: Any, kwargs: Any) -> list[PerWorkerValues]:
     if not args and not kwargs:
         return []
     found = [leaf for leaf in tree.all_leaves((args, kwargs)) if isinstance(leaf, PerWorkerValues)]
-    if any(values._ts_resource_id == NOT_ON_WORKERS for values in found):
+    if any(values._ts_resource_id < 0 for values in found):
         raise ValueError("PerWorkerValues are made by iter() of what create_per_worker_dataset returns.")
     return found
 

@@ -5,43 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 from weakref import finalize
 
+from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.coordinator.remote_value import RemoteValue
 from torchstrategy.transport.messages import Message
 
-__all__ = ["NOT_ON_WORKERS", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues", "Resource", "Resources"]
-
-NOT_ON_WORKERS = -1
-
-
-class PerWorkerValues:
-    """One value for each worker, which is there already. As an argument of ``schedule`` it is the worker's own.
-
-    ``iter`` of what ``ClusterCoordinator.create_per_worker_dataset`` returns makes one.
-
-    Args:
-        values: what stands for the workers' values on the coordinator, in the order of workers.
-
-    Example:
-        >>> with ts.testing.LocalCluster(num_workers=1, num_ps=1) as cluster:
-        ...     strategy = ts.ParameterServerStrategy(cluster.resolver())
-        ...     coordinator = ts.coordinator.ClusterCoordinator(strategy)
-        ...     numbers = iter(coordinator.create_per_worker_dataset(lambda: range(3)))
-        ...     print(isinstance(numbers, ts.coordinator.PerWorkerValues))
-        ...     print([coordinator.schedule(lambda it: next(it), args=(numbers,)).fetch() for _ in range(3)])
-        ...     strategy.close()
-        True
-        [0, 1, 2]
-    """
-
-    #: Which of a worker's values it is: a function or an argument that has it in it gets that one. The class has the
-    #: attribute for what pickles these.
-    _ts_resource_id: int = NOT_ON_WORKERS
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = tuple(values)
+__all__ = ["PerWorkerDataset", "PerWorkerIterator", "Resource", "Resources"]
 
 
 class PerWorkerDataset(PerWorkerValues):

@@ -11,7 +11,6 @@ from typing import Any
 from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.estimator.task import Task, TaskType, read_task
-from torchstrategy.spmd.tpu_strategy import TPUStrategy
 from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.strategies.strategy import Strategy
 
@@ -367,7 +366,7 @@ def _check_strategy(name: str, strategy: Any) -> None:
         return
     if not isinstance(strategy, Strategy):
         raise TypeError(f"RunConfig({name}=) must be a strategy. Received: {strategy!r}")
-    if isinstance(strategy, TPUStrategy):
+    if strategy.placement.devices[0].type == "xla":
         raise ValueError(
             f"RunConfig({name}=) can't be a TPUStrategy: an Estimator's loop reads the loss and calls hooks in every "
             "step, where a TPU's program must run on. Use ts.Model's fit, or a custom loop with strategy.run."

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torchstrategy.checkpoint.spilling import new_tensor
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.parameter_server.layout import VariableSpec
-from torchstrategy.parameter_server.spilling import new_tensor
 
 __all__ = ["JoinedState", "cut_state", "pack_state", "unpack_state"]
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchstrategy.base.context import current_frame
+from torchstrategy.base.values import RemoteTensor
+from torchstrategy.checkpoint.spilling import new_tensor
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.parameter_server.bindings import Binding, Bindings, Kind, can_require_grad
 from torchstrategy.parameter_server.rows import check_padding_index, to_row_numbers, to_row_values
-from torchstrategy.parameter_server.spilling import new_tensor
 from torchstrategy.replicas.distributed_variables import replaced
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy
 
@@ -57,7 +58,7 @@ _NUM_BYTES_AT_ONCE = 1 << 26
 _LOOKUPS = (F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag)
 
 
-class Served(Tensor):
+class Served(RemoteTensor):
     """Mixed in before a tensor class."""
 
     binding: Binding
@@ -68,6 +69,7 @@ class Served(Tensor):
         """Full names of the devices that hold the variable's parts."""
         return tuple(f"/job:ps/replica:0/task:{part.ps}/device:CPU:0" for part in self.binding.spec.parts)
 
+    @override
     def snapshot(self) -> Tensor:
         """Return the present value on the CPU, read piece by piece; in a file if it is large, see ``spilling``."""
         spec = self.binding.spec

@@ -202,6 +202,12 @@ class ParameterServerStrategy(Strategy):
         """
         self.hosting.adopt_optimizer(optimizer)
 
+    @override
+    def _coordinator_class(self) -> Any:
+        from torchstrategy.coordinator.cluster_coordinator import ClusterCoordinator  # noqa: PLC0415 - few need it here
+
+        return ClusterCoordinator
+
     def _ps_failure(self, index: int) -> UnavailableError | None:
         """Return why a parameter server is lost, or ``None`` while it is there."""
         return self._servers[index].failure

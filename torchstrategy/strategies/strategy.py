@@ -600,6 +600,10 @@ class Strategy:
     def _after_adoption(self) -> None:
         """Do what a strategy does with objects that were taken up; for subclasses."""
 
+    def _coordinator_class(self) -> Any:
+        """Return the class of what schedules functions on workers; ``None`` where ``run`` calls them here."""
+        return None
+
     def _before_capture(self) -> None:
         """Bring what this process holds up to date before a checkpoint captures it; for subclasses."""
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.plain import to_plain
-from torchstrategy.parameter_server.served import Served
 from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["dump_objects", "load_objects"]
@@ -83,7 +83,7 @@ class _Pickler(pickle.Pickler):
         self._tensors = tensors
 
     def persistent_id(self, obj: Any) -> int | None:
-        is_plain = type(obj) in (Tensor, nn.Parameter) or isinstance(obj, Served)
+        is_plain = type(obj) in (Tensor, nn.Parameter) or isinstance(obj, RemoteTensor)
         return self._tensors.number(obj) if is_plain else None
 
 

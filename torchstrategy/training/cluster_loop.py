@@ -11,15 +11,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
+from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.callbacks.callback_list import CallbackList
-from torchstrategy.coordinator.cluster_coordinator import ClusterCoordinator
-from torchstrategy.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.training.arguments import DataArguments, named_arguments
 from torchstrategy.training.cluster_steps import WorkerSteps, forget_worker_steps, named_outputs, worker_steps
@@ -27,10 +26,7 @@ from torchstrategy.training.dataset_creator import DatasetCreator
 from torchstrategy.training.inputs import Batches, make_batches
 from torchstrategy.training.loop import Loop
 from torchstrategy.training.modes import Evaluating
-from torchstrategy.training.scheduled import ScheduledSteps
-
-if TYPE_CHECKING:
-    from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+from torchstrategy.training.scheduled import Coordinator, ScheduledSteps
 
 __all__ = ["ClusterLoop"]
 
@@ -48,9 +44,10 @@ class ClusterLoop(Loop):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._coordinator = ClusterCoordinator(cast("ParameterServerStrategy", self.strategy))
+        self._coordinator: Coordinator = self.strategy._coordinator_class()(self.strategy)
         self._scheduled = 0  # batches of this epoch
         self._is_at_end = False
+        self._on_workers: Any = None  # the datasets that are gone through, if the workers have some of their own
         self._checks = False  # whether a step is under way that looks at the data closely, and raises the best errors
 
     @override
@@ -91,9 +88,9 @@ class ClusterLoop(Loop):
         steps: int | None = None,
         names: DataArguments | None = None,
     ) -> Batches:
-        if isinstance(x, PerWorkerDataset):
+        if isinstance(x, PerWorkerValues):
             raise TypeError(
-                f"{method}(x=...) is a PerWorkerDataset. Pass the function that makes each worker's dataset, as "
+                f"{method}(x=...) is a {type(x).__name__}. Pass the function that makes each worker's dataset, as "
                 "ts.utils.DatasetCreator(dataset_fn)."
             )
         if not isinstance(x, DatasetCreator):
@@ -119,7 +116,10 @@ class ClusterLoop(Loop):
 
     @override
     def _iterate(self, data: Batches) -> Iterator[Any]:
-        return iter(data.dataset) if isinstance(data.dataset, _WorkerBatches) else super()._iterate(data)
+        if not isinstance(data.dataset, _WorkerBatches):
+            return super()._iterate(data)
+        self._on_workers = data.dataset.per_worker
+        return iter(data.dataset)
 
     @override
     def begin(self, mode: str) -> None:
@@ -193,7 +193,7 @@ class ClusterLoop(Loop):
 
     def _function(self, mode: str, batch: Any) -> WorkerSteps:
         """Return what workers call, given the first batch."""
-        if self._is_first and not isinstance(batch, PerWorkerIterator):
+        if self._is_first and not isinstance(batch, PerWorkerValues):
             self.trainer.note_example(batch)
         if mode != "predict":
             self._build(batch)
@@ -207,7 +207,7 @@ class ClusterLoop(Loop):
         trainer = self.trainer
         if trainer.metrics is None or trainer.metrics in _built:
             return
-        source = iter(batch._dataset) if isinstance(batch, PerWorkerIterator) else batch  # leaves the iterator alone
+        source = iter(self._on_workers) if isinstance(batch, PerWorkerValues) else batch  # leaves the iterator alone
         try:
             with Evaluating(self.model):
                 outputs = self._coordinator.schedule(WorkerSteps(self.model), ("outputs", [[source]], False))
@@ -229,11 +229,11 @@ class ClusterLoop(Loop):
 class _WorkerBatches:
     """Datasets on the workers. A batch is whichever a worker's iterator gives next."""
 
-    def __init__(self, dataset: PerWorkerDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, per_worker: Any) -> None:
+        self.per_worker = per_worker
 
-    def __iter__(self) -> Iterator[PerWorkerIterator]:
-        return itertools.repeat(iter(self._dataset))
+    def __iter__(self) -> Iterator[PerWorkerValues]:
+        return itertools.repeat(iter(self.per_worker))
 
 
 def _distributed(strategy: Any, dataset_fn: Callable[[Any], Any], options: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstrategy.strategies.parameter_server import ParameterServerStrategy
 from torchstrategy.training import export as exporting
 from torchstrategy.training import saving
 from torchstrategy.training import summary as summaries
@@ -311,7 +310,7 @@ class Model(TrainableModule):
 
 
 def _loop_class(model: Model) -> type[Loop]:
-    if isinstance(trainer_of(model).strategy, ParameterServerStrategy):
+    if trainer_of(model).strategy._coordinator_class() is not None:
         from torchstrategy.training.cluster_loop import ClusterLoop  # noqa: PLC0415 - the coordinator
 
         return ClusterLoop

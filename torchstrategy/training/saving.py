@@ -20,8 +20,8 @@ from torchstrategy.checkpoint.agreement import agree_on_restore
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.optimizers.by_name import plain_class
-from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.strategies.default import get_strategy
 from torchstrategy.training.architecture import dump_objects, load_objects

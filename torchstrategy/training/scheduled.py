@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from torchstrategy.coordinator.cluster_coordinator import ClusterCoordinator
-from torchstrategy.coordinator.remote_value import RemoteValue
-
-__all__ = ["ScheduledSteps"]
+__all__ = ["Coordinator", "ScheduledSteps"]
 
 #: For each worker: one that runs, one that it has, and as many that wait.
 _NUM_FOR_WORKER = 4
+
+
+class RemoteResult(Protocol):
+    """What stands for the result of a scheduled function."""
+
+    def get(self) -> Any:
+        """Wait for the result and return it, with tensors."""
+
+
+class Coordinator(Protocol):
+    """What schedules functions on a strategy's workers."""
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose workers run the functions."""
+
+    def schedule(self, fn: Callable[..., Any], args: Any = None) -> RemoteResult:
+        """Queue a function for the next free worker."""
+
+    def join(self) -> None:
+        """Wait for all functions, and raise what one of them raised."""
+
+    def create_per_worker_dataset(self, dataset: Any) -> Any:
+        """Let every worker make a dataset."""
 
 
 class ScheduledSteps:
@@ -26,14 +47,14 @@ class ScheduledSteps:
         is_training: whether staleness matters.
     """
 
-    def __init__(self, coordinator: ClusterCoordinator, *, is_training: bool) -> None:
+    def __init__(self, coordinator: Coordinator, *, is_training: bool) -> None:
         strategy = coordinator.strategy
         limit = _NUM_FOR_WORKER * strategy.cluster_spec.num_tasks("worker")
         if is_training and strategy.max_staleness is not None:
             limit = min(limit, strategy.max_staleness + 1)
         self._limit = limit
         self._coordinator = coordinator
-        self._waiting: deque[tuple[Any, RemoteValue]] = deque()
+        self._waiting: deque[tuple[Any, RemoteResult]] = deque()
 
     def results(
         self, executions: Iterator[tuple[Any, Callable[..., Any], tuple[Any, ...]]], must_wait: Callable[[], bool]

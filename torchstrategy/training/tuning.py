@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
+from torchstrategy.base.values import RemoteTensor
 from torchstrategy.optimizers.by_name import plain_class
-from torchstrategy.parameter_server.served import Served
 from torchstrategy.patches import keep_freed_memory
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
@@ -94,7 +94,7 @@ def _tune(model: nn.Module, optimizer: Optimizer | None, turn_convolutions: Call
 def _device_types(model: nn.Module) -> set[str]:
     """Return where a model computes: on its strategy's devices, to which it may still have to move."""
     parameters = list(model.parameters())
-    if any(isinstance(parameter, Served) for parameter in parameters):
+    if any(isinstance(parameter, RemoteTensor) for parameter in parameters):
         return {"parameter servers"}
     strategy = owner(model)
     if strategy is not None and strategy.placement.devices[0].type == "xla":

@@ -18,8 +18,8 @@ from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_archive, read_index, write_file, write_index
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.tracked import Plan
-from torchstrategy.parameter_server.spilling import spilled_to
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
