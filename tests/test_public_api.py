@@ -184,7 +184,7 @@ strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
 list(strategy.experimental_distribute_dataset([1.0, 2.0], batch_size=2))
 print([name for name in ("torchdata", "encodings.idna", "torchstrategy.replicas.host_memory") if name in sys.modules])
 print(sorted(name for name in sys.modules if name.startswith("torchstrategy.") and name.count(".") == 1))
-print("Model" in dir(ts), ts.Model.__name__, "torchstrategy.training" in sys.modules)
+print("Model" in dir(ts), ts.Model.__name__, "torchstrategy.fit" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     not_needed, imported, later = done.stdout.strip().splitlines()

@@ -54,17 +54,17 @@ if typing.TYPE_CHECKING:
     )
     from torchstrategy.data.context import InputContext
     from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
+    from torchstrategy.fit.model import Model
+    from torchstrategy.fit.sidecar import SidecarEvaluator
     from torchstrategy.losses.layer_losses import add_loss, losses_of, regularize
+    from torchstrategy.ps.server import Server
+    from torchstrategy.ps.strategy import ParameterServerStrategy
     from torchstrategy.replicas.distributed_variables import MirroredVariable
     from torchstrategy.replicas.functions import function
     from torchstrategy.replicas.on_read import SyncOnReadVariable
     from torchstrategy.replicas.variables import Variable
-    from torchstrategy.server import Server
-    from torchstrategy.spmd.tpu_strategy import TPUStrategy
     from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
-    from torchstrategy.strategies.parameter_server import ParameterServerStrategy
-    from torchstrategy.training.model import Model
-    from torchstrategy.training.sidecar import SidecarEvaluator
+    from torchstrategy.tpu.strategy import TPUStrategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -138,13 +138,13 @@ _LATER = {
     "DistributedIterator": "torchstrategy.data.dataset",
     "InputContext": "torchstrategy.data.context",
     "MirroredVariable": "torchstrategy.replicas.distributed_variables",
-    "Model": "torchstrategy.training.model",
+    "Model": "torchstrategy.fit.model",
     "MultiWorkerMirroredStrategy": "torchstrategy.strategies.multi_worker",
-    "ParameterServerStrategy": "torchstrategy.strategies.parameter_server",
-    "Server": "torchstrategy.server",
-    "SidecarEvaluator": "torchstrategy.training.sidecar",
+    "ParameterServerStrategy": "torchstrategy.ps.strategy",
+    "Server": "torchstrategy.ps.server",
+    "SidecarEvaluator": "torchstrategy.fit.sidecar",
     "SyncOnReadVariable": "torchstrategy.replicas.on_read",
-    "TPUStrategy": "torchstrategy.spmd.tpu_strategy",
+    "TPUStrategy": "torchstrategy.tpu.strategy",
     "Variable": "torchstrategy.replicas.variables",
     "add_loss": "torchstrategy.losses.layer_losses",
     "callbacks": "torchstrategy.callbacks",

@@ -1,5 +1,5 @@
 """``ts.models``: tf.keras.models' functions."""
 
-from torchstrategy.training.saving import load_model
+from torchstrategy.fit.saving import load_model
 
 __all__ = ["load_model"]

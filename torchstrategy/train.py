@@ -6,7 +6,7 @@ from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.server.definition import ServerDef
+from torchstrategy.ps.server.definition import ServerDef
 
 __all__ = [
     "Checkpoint",

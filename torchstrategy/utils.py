@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.fit.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
+from torchstrategy.fit.dataset_creator import DatasetCreator
+from torchstrategy.fit.sidecar import SidecarEvaluator
+from torchstrategy.fit.tuning import tune
 from torchstrategy.patches import keep_freed_memory
-from torchstrategy.training.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
-from torchstrategy.training.dataset_creator import DatasetCreator
-from torchstrategy.training.sidecar import SidecarEvaluator
-from torchstrategy.training.tuning import tune
 
 __all__ = [
     "DatasetCreator",

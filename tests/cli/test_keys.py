@@ -4,7 +4,7 @@ import stat
 import pytest
 
 from torchstrategy.cli.command import main
-from torchstrategy.transport.secret import Secret, find_secret
+from torchstrategy.ps.transport.secret import Secret, find_secret
 
 
 @pytest.fixture(autouse=True)

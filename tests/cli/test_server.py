@@ -14,9 +14,9 @@ import torch
 import torchstrategy as ts
 from tests.clusters import LAUNCHER_VARIABLES, new_cluster
 from torchstrategy.cli.command import main
-from torchstrategy.server.server import Server
-from torchstrategy.transport.loop import ControlLoop
-from torchstrategy.transport.messages import Message
+from torchstrategy.ps.server.server import Server
+from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.messages import Message
 
 WAIT_S = 60
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from tests.fit.fit_programs import default_dtype
 from tests.programs import cpu_devices, strategy_for
-from tests.training.fit_programs import default_dtype
 
 # A step takes the error from e to 0.96 e, and the loss is its square: of the first ten steps the guide prints the mean.
 RATIO = 0.96**2

@@ -11,7 +11,7 @@ import torch
 
 import torchstrategy as ts
 from tests.parity.driver import EXCEPTIONS
-from torchstrategy.parameter_server.layout import Placer
+from torchstrategy.ps.layout import Placer
 
 CASES = json.loads((Path(__file__).parent / "partitioner_cases.json").read_text())
 DTYPES = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from tests.parameter_server.memory_client import MemoryStrategy
 from tests.parity.driver import EXCEPTIONS
+from tests.ps.memory_client import MemoryStrategy
 from torchstrategy.experimental.partitioners import FixedShardsPartitioner
-from torchstrategy.parameter_server.served import ShardedVariable
+from torchstrategy.ps.served import ShardedVariable
 
 HERE = Path(__file__).parent
 DIFFERENCES_PATH = HERE.parents[1] / "docs" / "differences.md"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchstrategy as ts
-from torchstrategy.transport.loop import ControlLoop
-from torchstrategy.transport.messages import Message
+from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.messages import Message
 
 WAIT_S = 30
 

@@ -11,7 +11,7 @@ import torchstrategy as ts
 from tests.programs import cpu_devices
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
-from torchstrategy.spmd.metrics import SpmdMetrics
+from torchstrategy.tpu.metrics import SpmdMetrics
 
 METRICS = {
     "mean": (lambda: ts.metrics.Mean(), "values"),

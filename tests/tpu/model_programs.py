@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import torchstrategy as ts
-from tests.training.fit_programs import FitProgram, default_dtype, fit
+from tests.fit.fit_programs import FitProgram, default_dtype, fit
 
 PROGRAMS = {
     "two outputs, weighted": FitProgram("two", "both", weights="sample", validation_split=0.2),

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.fit.test_fit_equivalence import flat
 from tests.tpu import model_programs
-from tests.training.test_fit_equivalence import flat
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy.spmd import compilations
+from torchstrategy.tpu import compilations
 from torchstrategy.xla import graph
 
 TOO_MANY = compilations._TOO_MANY

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.fit.test_fit_equivalence import assert_near
 from tests.tpu import model_programs
-from tests.training.test_fit_equivalence import assert_near
 
 QUICK = ["two outputs, weighted", "accumulated and regularized"]
 

@@ -7,9 +7,9 @@ from torch import nn
 import torchstrategy as ts
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.values import BatchShares
-from torchstrategy.spmd.groups import make_groups
-from torchstrategy.spmd.hosts import compare_programs, describe_program
 from torchstrategy.testing.processes import RemoteError
+from torchstrategy.tpu.groups import make_groups
+from torchstrategy.tpu.hosts import compare_programs, describe_program
 
 HOSTS = [Placement(2, first, (torch.device("cpu"),), replicas_per_copy=1) for first in (0, 1)]
 

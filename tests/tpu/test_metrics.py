@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from tests.fit.test_fit_equivalence import flat
 from tests.tpu import metric_programs
-from tests.training.test_fit_equivalence import flat
 
 
 @pytest.mark.parametrize("name", metric_programs.METRICS)

@@ -11,7 +11,7 @@ NUM_REPLICAS = 4
 
 @contextlib.contextmanager
 def traced(runtime):
-    from torchstrategy.spmd.region import Region
+    from torchstrategy.tpu.region import Region
 
     region = Region(runtime, NUM_REPLICAS)
     with torch.autograd.set_multithreading_enabled(False), region:

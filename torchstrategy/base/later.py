@@ -19,7 +19,7 @@ def import_later(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
 
     Example:
         >>> from torchstrategy.base.later import import_later
-        >>> find, _ = import_later("torchstrategy", {"Server": "torchstrategy.server"})
+        >>> find, _ = import_later("torchstrategy", {"Server": "torchstrategy.ps.server"})
         >>> find("Server") is ts.Server
         True
     """

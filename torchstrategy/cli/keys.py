@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from torchstrategy.transport.secret import FILE_VARIABLE, VARIABLE, Secret, find_secret, make_secret
+from torchstrategy.ps.transport.secret import FILE_VARIABLE, VARIABLE, Secret, find_secret, make_secret
 
 __all__ = ["add_arguments", "run"]
 

@@ -13,7 +13,7 @@ import sys
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
-from torchstrategy.server import Server
+from torchstrategy.ps.server import Server
 
 __all__ = ["add_arguments", "run"]
 

@@ -1,8 +1,6 @@
-"""Names of ``tf.distribute.coordinator``."""
+"""``ts.coordinator``: what tf has under ``tf.distribute.coordinator``."""
 
-from torchstrategy.base.values import PerWorkerValues
-from torchstrategy.coordinator.cluster_coordinator import ClusterCoordinator
-from torchstrategy.coordinator.remote_value import RemoteValue
-from torchstrategy.coordinator.worker_index import experimental_get_current_worker_index
+from torchstrategy.ps import coordinator
+from torchstrategy.ps.coordinator import *  # noqa: F403 - the names are listed there
 
-__all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue", "experimental_get_current_worker_index"]
+__all__ = coordinator.__all__

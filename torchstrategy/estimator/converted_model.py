@@ -18,19 +18,19 @@ from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF_KEY, PredictOutput
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
+from torchstrategy.fit.calling import call_arguments
+from torchstrategy.fit.compiled_loss import CompiledLoss
+from torchstrategy.fit.example import copy_module
+from torchstrategy.fit.model import Model
+from torchstrategy.fit.outputs import Outputs
+from torchstrategy.fit.saving import load_model
+from torchstrategy.fit.trainable import TrainableModule
+from torchstrategy.fit.trainer import is_metric, trainer_of
+from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.losses.layer_losses import losses_of
 from torchstrategy.optimizers.by_name import check_takes_no_closure, plain_class
 from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import get_strategy
-from torchstrategy.training.calling import call_arguments
-from torchstrategy.training.compiled_loss import CompiledLoss
-from torchstrategy.training.example import copy_module
-from torchstrategy.training.model import Model
-from torchstrategy.training.outputs import Outputs
-from torchstrategy.training.saving import load_model
-from torchstrategy.training.trainable import TrainableModule
-from torchstrategy.training.trainer import is_metric, trainer_of
-from torchstrategy.training.weight_files import plain_module
 
 __all__ = ["model_to_estimator"]
 
@@ -155,7 +155,7 @@ class _ModelFn:
 
     def _make_metrics(self, module: nn.Module, loss: CompiledLoss | None, features: Any, labels: Any) -> dict[str, Any]:
         """Return the compiled metrics with what makes their arguments, by name."""
-        from torchstrategy.training.compiled_metrics import CompiledMetrics  # noqa: PLC0415 - torchmetrics
+        from torchstrategy.fit.compiled_metrics import CompiledMetrics  # noqa: PLC0415 - torchmetrics
 
         arguments = self._arguments
         compiled = CompiledMetrics(_copied(arguments["metrics"]), _copied(arguments["weighted_metrics"]), loss)

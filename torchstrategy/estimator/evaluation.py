@@ -28,7 +28,7 @@ from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean, total
 from torchstrategy.estimator.variables import as_array
 from torchstrategy.losses.loss import replica_means
-from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
+from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.strategy import Strategy
 

@@ -8,16 +8,13 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
-
-if TYPE_CHECKING:
-    from torchstrategy.estimator.estimator import Estimator
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
 
@@ -36,7 +33,7 @@ class Exporter(abc.ABC):
     @abc.abstractmethod
     def export(
         self,
-        estimator: Estimator,
+        estimator: Any,
         export_path: str,
         checkpoint_path: str,
         eval_result: dict[str, Any],
@@ -77,8 +74,8 @@ class _ModelExporter(Exporter):
     def name(self) -> str:
         return self._name
 
-    def _export(self, estimator: Estimator, export_path: str, checkpoint_path: str) -> str:
-        return estimator.export_saved_model(
+    def _export(self, estimator: Any, export_path: str, checkpoint_path: str) -> str:
+        return estimator.export_saved_model(  # type: ignore[no-any-return]
             export_path,
             self._receiver_fn,
             assets_extra=self._assets_extra,
@@ -116,7 +113,7 @@ class FinalExporter(_ModelExporter):
     @override
     def export(
         self,
-        estimator: Estimator,
+        estimator: Any,
         export_path: str,
         checkpoint_path: str,
         eval_result: dict[str, Any],
@@ -161,7 +158,7 @@ class LatestExporter(_ModelExporter):
     @override
     def export(
         self,
-        estimator: Estimator,
+        estimator: Any,
         export_path: str,
         checkpoint_path: str,
         eval_result: dict[str, Any],
@@ -232,7 +229,7 @@ class BestExporter(_ModelExporter):
     @override
     def export(
         self,
-        estimator: Estimator,
+        estimator: Any,
         export_path: str,
         checkpoint_path: str,
         eval_result: dict[str, Any],

@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from torchstrategy.base.tree import map_leaves
 from torchstrategy.estimator.global_step import as_current
-
-if TYPE_CHECKING:
-    from torchstrategy.estimator.session import Session
-    from torchstrategy.replicas.variables import Variable
+from torchstrategy.replicas.variables import Variable
 
 __all__ = [
     "CheckpointSaverListener",
@@ -89,13 +86,13 @@ class SessionRunContext:
         original_args: what the loop itself asks for at each step.
     """
 
-    def __init__(self, session: Session, original_args: SessionRunArgs | None = None) -> None:
+    def __init__(self, session: Any, original_args: SessionRunArgs | None = None) -> None:
         self._session = session
         self._original_args = SessionRunArgs(None) if original_args is None else original_args
         self._stop_requested = False
 
     @property
-    def session(self) -> Session:
+    def session(self) -> Any:
         """The running train, evaluate or predict."""
         return self._session
 
@@ -133,7 +130,7 @@ class SessionRunHook:
     def begin(self) -> None:
         """Is called once, before the model's values are restored."""
 
-    def after_create_session(self, session: Session, coord: Session) -> None:
+    def after_create_session(self, session: Any, coord: Any) -> None:
         """Is called once the model is made and restored.
 
         Args:
@@ -159,7 +156,7 @@ class SessionRunHook:
             run_values: what ``before_run`` asked for.
         """
 
-    def end(self, session: Session) -> None:
+    def end(self, session: Any) -> None:
         """Is called after the last step, unless an exception ended the loop.
 
         Args:
@@ -188,7 +185,7 @@ class CheckpointSaverListener:
     def begin(self) -> None:
         """Is called once, before the first checkpoint."""
 
-    def before_save(self, session: Session, global_step_value: int) -> None:
+    def before_save(self, session: Any, global_step_value: int) -> None:
         """Is called before a checkpoint is written.
 
         Args:
@@ -196,7 +193,7 @@ class CheckpointSaverListener:
             global_step_value: the step that is saved.
         """
 
-    def after_save(self, session: Session, global_step_value: int) -> bool | None:
+    def after_save(self, session: Any, global_step_value: int) -> bool | None:
         """Is called after a checkpoint was written.
 
         Args:
@@ -207,7 +204,7 @@ class CheckpointSaverListener:
             ``True`` to ask for the end of the training.
         """
 
-    def end(self, session: Session, global_step_value: int) -> None:
+    def end(self, session: Any, global_step_value: int) -> None:
         """Is called after the last checkpoint.
 
         Args:
@@ -244,13 +241,13 @@ class HookCalls:
             for hook in self._hooks:
                 hook.begin()
 
-    def after_create_session(self, session: Session) -> None:
+    def after_create_session(self, session: Any) -> None:
         """Call ``after_create_session``."""
         with as_current(self._global_step):
             for hook in self._hooks:
                 hook.after_create_session(session, session)
 
-    def before_run(self, session: Session) -> None:
+    def before_run(self, session: Any) -> None:
         """Call ``before_run`` and keep what the hooks ask for.
 
         Raises:
@@ -282,7 +279,7 @@ class HookCalls:
             for hook, result in zip(self._hooks, results, strict=True):
                 hook.after_run(self._context, SessionRunValues(result))
 
-    def end(self, session: Session) -> None:
+    def end(self, session: Any) -> None:
         """Call ``end``."""
         with as_current(self._global_step):
             for hook in self._hooks:

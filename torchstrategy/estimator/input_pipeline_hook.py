@@ -6,18 +6,15 @@ finds a model and a position that belong together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.estimator.hook_targets import check_estimator, is_asynchronous
 from torchstrategy.estimator.hooks import SessionRunHook
+from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.specs import ModeKeys
-
-if TYPE_CHECKING:
-    from torchstrategy.estimator.estimator import Estimator
-    from torchstrategy.estimator.session import Session
 
 __all__ = ["CheckpointInputPipelineHook"]
 
@@ -46,7 +43,7 @@ class CheckpointInputPipelineHook(SessionRunHook):
         >>> hook = ts.estimator.CheckpointInputPipelineHook(estimator)
     """
 
-    def __init__(self, estimator: Estimator, external_state_policy: None = None) -> None:
+    def __init__(self, estimator: Any, external_state_policy: None = None) -> None:
         check_estimator(estimator)
         if external_state_policy is not None:
             raise ValueError(f"external_state_policy must be None. Received: {external_state_policy!r}")

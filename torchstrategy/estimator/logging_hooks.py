@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchstrategy.estimator.log_values import show_value
+from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.summary_files import open_writer
 from torchstrategy.estimator.timers import SecondOrStepTimer
 from torchstrategy.summary import SummaryWriter, scalar
-
-if TYPE_CHECKING:
-    from torchstrategy.estimator.session import Session
 
 __all__ = ["LoggingTensorHook", "StepCounterHook", "name_fetches"]
 

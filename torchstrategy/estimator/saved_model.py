@@ -20,8 +20,8 @@ from torchstrategy.estimator.building import build_restored
 from torchstrategy.estimator.export_outputs import ExportOutput
 from torchstrategy.estimator.serving_input import ServingInputReceiver
 from torchstrategy.estimator.specs import ModeKeys
-from torchstrategy.training.calling import describe_data
-from torchstrategy.training.export import trace
+from torchstrategy.fit.calling import describe_data
+from torchstrategy.fit.export import trace
 
 __all__ = ["SavedModel", "Signature", "export_saved_model", "load"]
 

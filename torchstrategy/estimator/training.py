@@ -30,7 +30,7 @@ from torchstrategy.estimator.summary_hooks import SummarySaverHook
 from torchstrategy.estimator.variables import load_global_step
 from torchstrategy.estimator.warm_start import WarmStartSettings, warm_start
 from torchstrategy.losses.loss import replica_means
-from torchstrategy.strategies.between_graph_parameter_server import BetweenGraphParameterServerStrategy
+from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.strategy import Strategy
 

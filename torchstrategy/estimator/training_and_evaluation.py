@@ -189,6 +189,6 @@ def _is_synchronous(config: Any) -> bool:
 
 def _serve(config: Any) -> None:
     """Hold variables until the chief has ended."""
-    from torchstrategy.server import serve_until_chief_ends  # noqa: PLC0415 - pyzmq, which is an extra
+    from torchstrategy.ps.server import serve_until_chief_ends  # noqa: PLC0415 - pyzmq, which is an extra
 
     serve_until_chief_ends(config.cluster_spec, config.task_id)

@@ -1,17 +1,17 @@
 """Names that tf.distribute keeps under ``experimental``."""
 
-from torchstrategy import coordinator
 from torchstrategy.base.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
 from torchstrategy.base.options import CommunicationImplementation as CollectiveCommunication
 from torchstrategy.base.values import ValueContext
 from torchstrategy.collectives.registry import register_communication
 from torchstrategy.experimental import partitioners
-from torchstrategy.spmd.tpu_strategy import TPUStrategy
+from torchstrategy.ps import coordinator
+from torchstrategy.ps.strategy import ParameterServerStrategy
 from torchstrategy.strategies.central_storage import CentralStorageStrategy
 from torchstrategy.strategies.multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
-from torchstrategy.strategies.parameter_server import ParameterServerStrategy
+from torchstrategy.tpu.strategy import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",

@@ -1,6 +1,6 @@
 """Into how many shards ``ParameterServerStrategy`` cuts a variable."""
 
-from torchstrategy.parameter_server.partitioners import (
+from torchstrategy.ps.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -1,34 +1,6 @@
-"""Feature columns under tf's names: how a model reads a dictionary of features, strings among them."""
+"""``ts.feature_column``: feature columns under tf's names."""
 
-from torchstrategy.feature_column.base import CategoricalColumn, DenseColumn, FeatureColumn
-from torchstrategy.feature_column.categorical import (
-    categorical_column_with_hash_bucket,
-    categorical_column_with_identity,
-)
-from torchstrategy.feature_column.crossed import crossed_column
-from torchstrategy.feature_column.embedding import embedding_column, indicator_column
-from torchstrategy.feature_column.layers import DenseFeatures, LinearModel
-from torchstrategy.feature_column.numeric import bucketized_column, numeric_column
-from torchstrategy.feature_column.vocabulary import (
-    categorical_column_with_vocabulary_file,
-    categorical_column_with_vocabulary_list,
-)
-from torchstrategy.feature_column.weighted import weighted_categorical_column
+from torchstrategy.estimator import feature_column
+from torchstrategy.estimator.feature_column import *  # noqa: F403 - the names are listed there
 
-__all__ = [
-    "CategoricalColumn",
-    "DenseColumn",
-    "DenseFeatures",
-    "FeatureColumn",
-    "LinearModel",
-    "bucketized_column",
-    "categorical_column_with_hash_bucket",
-    "categorical_column_with_identity",
-    "categorical_column_with_vocabulary_file",
-    "categorical_column_with_vocabulary_list",
-    "crossed_column",
-    "embedding_column",
-    "indicator_column",
-    "numeric_column",
-    "weighted_categorical_column",
-]
+__all__ = feature_column.__all__

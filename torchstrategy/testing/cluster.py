@@ -29,7 +29,7 @@ import torch
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.collectives.control_peer import is_stopped
-from torchstrategy.server import Server
+from torchstrategy.ps.server import Server
 from torchstrategy.testing.processes import process_context
 
 __all__ = ["LocalCluster"]

@@ -9,7 +9,7 @@ import torch
 
 import torchstrategy as ts
 from tests.estimator.canned.canned_uses import columns, data, losses_of, mirrored, variables
-from tests.training.measured_ftrl import LOSSES as FTRL_LOSSES
+from tests.fit.measured_ftrl import LOSSES as FTRL_LOSSES
 from torchstrategy.estimator import LinearClassifier, LinearEstimator, LinearRegressor, RunConfig
 from torchstrategy.feature_column import (
     bucketized_column,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchstrategy.estimator.feature_column.base import FeatureColumn
 from torchstrategy.estimator.heads.base import Head
-from torchstrategy.feature_column.base import FeatureColumn
 
 __all__ = ["as_columns", "check_features", "check_head"]
 

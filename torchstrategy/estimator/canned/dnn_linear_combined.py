@@ -14,13 +14,13 @@ from torchstrategy.estimator.canned.checks import as_columns, check_features, ch
 from torchstrategy.estimator.canned.networks import Dnn, Linear, Network, SumModule
 from torchstrategy.estimator.canned.optimizers import MakeTrainOps, as_list, make_factory
 from torchstrategy.estimator.estimator import Estimator
+from torchstrategy.estimator.feature_column.base import FeatureColumn
 from torchstrategy.estimator.heads.base import Head
 from torchstrategy.estimator.heads.multi_class import binary_or_multi_class_head
 from torchstrategy.estimator.heads.regression import RegressionHead
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.estimator.warm_start import WarmStartSettings
-from torchstrategy.feature_column.base import FeatureColumn
 from torchstrategy.losses.loss import Reduction
 
 __all__ = ["DNNLinearCombinedClassifier", "DNNLinearCombinedEstimator", "DNNLinearCombinedRegressor"]

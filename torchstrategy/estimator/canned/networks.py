@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from torchstrategy.estimator.canned.checks import check_features
 from torchstrategy.estimator.canned.summaries import write_layer, write_weights
-from torchstrategy.feature_column.base import FeatureColumn
-from torchstrategy.feature_column.layers import InputLayer, LinearLayer
+from torchstrategy.estimator.feature_column.base import FeatureColumn
+from torchstrategy.estimator.feature_column.layers import InputLayer, LinearLayer
 
 __all__ = ["BiasModule", "Dnn", "Linear", "Network", "SumModule"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.estimator.arguments import argument_names
-from torchstrategy.feature_column.numeric import NumericColumn
+from torchstrategy.estimator.feature_column.numeric import NumericColumn
 from torchstrategy.losses.loss import Reduction
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The strategies of ``tf.compat.v1.distribute.experimental``: its ``ParameterServerStrategy`` has no coordinator."""
 
-from torchstrategy.strategies.between_graph_parameter_server import (
+from torchstrategy.ps.between_graph import (
     BetweenGraphParameterServerStrategy as ParameterServerStrategy,
 )
 from torchstrategy.strategies.central_storage import CentralStorageStrategy

@@ -1,0 +1,188 @@
+"""Dense columns of categories."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchstrategy.checkpoint.reader import load_variable
+from torchstrategy.estimator.feature_column.base import CategoricalColumn, DenseColumn, as_count
+from torchstrategy.estimator.feature_column.features import Features
+from torchstrategy.estimator.feature_column.lookup import category_weights, check_combiner, combine_rows
+
+__all__ = ["EmbeddingColumn", "IndicatorColumn", "embedding_column", "indicator_column"]
+
+Initializer = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class IndicatorColumn(DenseColumn):
+    """What ``indicator_column`` makes; its argument is the attribute."""
+
+    categorical_column: CategoricalColumn
+
+    @property
+    def name(self) -> str:  # noqa: D102 - the base class's
+        return f"{self.categorical_column.name}_indicator"
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:  # noqa: D102 - the base class's
+        return (self.categorical_column.num_buckets,)
+
+    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002, D102 - the base's
+        ids = self.categorical_column.ids(features)
+        counts = torch.zeros((ids.values.shape[0], *self.variable_shape), dtype=torch.float32, device=ids.values.device)
+        return counts.scatter_add(1, ids.values.clamp(min=0), category_weights(ids))
+
+
+@dataclass(frozen=True)
+class EmbeddingColumn(DenseColumn):
+    """What ``embedding_column`` makes; its arguments are the attributes."""
+
+    categorical_column: CategoricalColumn
+    dimension: int
+    combiner: str
+    initializer: Initializer
+    ckpt_to_load_from: str | None
+    tensor_name_in_ckpt: str | None
+    max_norm: float | None
+    trainable: bool
+
+    @property
+    def name(self) -> str:  # noqa: D102 - the base class's
+        return f"{self.categorical_column.name}_embedding"
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:  # noqa: D102 - the base class's
+        return (self.dimension,)
+
+    @property
+    def variable_names(self) -> tuple[str, ...]:  # noqa: D102 - the base class's
+        return ("embedding_weights",)
+
+    def make_variables(self) -> dict[str, nn.Parameter]:  # noqa: D102 - the base class's
+        shape = (self.categorical_column.num_buckets, self.dimension)
+        if self.ckpt_to_load_from is None or self.tensor_name_in_ckpt is None:
+            weights = torch.empty(shape)
+            with torch.no_grad():
+                self.initializer(weights)
+        else:
+            loaded = load_variable(self.ckpt_to_load_from, self.tensor_name_in_ckpt)
+            if tuple(loaded.shape) != shape:
+                raise ValueError(
+                    f"{self.tensor_name_in_ckpt} in {self.ckpt_to_load_from} has shape {list(loaded.shape)}, but "
+                    f"{self.name} needs {list(shape)}."
+                )
+            weights = torch.empty(shape).copy_(loaded)
+        return {"embedding_weights": nn.Parameter(weights, requires_grad=self.trainable)}
+
+    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: D102 - the base class's
+        ids = self.categorical_column.ids(features)
+        return combine_rows(variables["embedding_weights"], ids, self.combiner, self.max_norm)
+
+
+def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
+    """Make a dense column of how often an example has each category; with one value this is one-hot.
+
+    Args:
+        categorical_column: a categorical column. The weights of a weighted one are added up.
+
+    Returns:
+        A dense column of ``num_buckets`` numbers.
+
+    Raises:
+        ValueError: it is no categorical column.
+
+    Example:
+        >>> tag = ts.feature_column.categorical_column_with_vocabulary_list("tag", ["new", "hot"])
+        >>> layer = ts.feature_column.DenseFeatures([ts.feature_column.indicator_column(tag)])
+        >>> layer({"tag": [["hot", "hot", "new"], ["old"]]})
+        tensor([[1., 2.],
+                [0., 0.]])
+    """
+    _check_categorical(categorical_column)
+    return IndicatorColumn(categorical_column)
+
+
+def embedding_column(  # noqa: PLR0913 - tf's signature
+    categorical_column: CategoricalColumn,
+    dimension: int,
+    combiner: str = "mean",
+    initializer: Initializer | None = None,
+    ckpt_to_load_from: str | os.PathLike[str] | None = None,
+    tensor_name_in_ckpt: str | None = None,
+    max_norm: float | None = None,
+    trainable: bool = True,  # noqa: FBT001, FBT002 - tf's
+    use_safe_embedding_lookup: bool = True,  # noqa: ARG001, FBT001, FBT002 - tf's
+) -> EmbeddingColumn:
+    """Make a dense column of vectors that are trained, one for each category.
+
+    Args:
+        categorical_column: a categorical column.
+        dimension: length of the vectors.
+        combiner: how the vectors of an example with several values become one: ``"mean"``, ``"sqrtn"`` or ``"sum"``. An
+            example without a value has zeros.
+        initializer: fills a tensor ``[num_buckets, dimension]`` in place, as the functions of ``torch.nn.init`` do.
+            ``None`` means a truncated normal distribution of mean 0 and standard deviation ``1 / sqrt(dimension)``.
+        ckpt_to_load_from: a checkpoint, or a directory of checkpoints, to take the first values from.
+        tensor_name_in_ckpt: the tensor's name there.
+        max_norm: longer vectors are scaled to this l2 norm.
+        trainable: whether the vectors are trained.
+        use_safe_embedding_lookup: accepted as in tf; has no effect.
+
+    Returns:
+        A dense column of ``dimension`` numbers, with the variable ``embedding_weights``.
+
+    Raises:
+        ValueError: it is no categorical column, ``dimension`` is not positive, there is no such ``combiner``,
+            ``initializer`` is not callable, or only one of the arguments for a checkpoint is there.
+
+    Example:
+        >>> color = ts.feature_column.categorical_column_with_vocabulary_list("color", ["red", "green"])
+        >>> embedded = ts.feature_column.embedding_column(color, 3, initializer=torch.nn.init.ones_)
+        >>> ts.feature_column.DenseFeatures([embedded])({"color": ["green", "blue"]})
+        tensor([[1., 1., 1.],
+                [0., 0., 0.]], grad_fn=<CatBackward0>)
+    """
+    _check_categorical(categorical_column)
+    if dimension is None or as_count("dimension", dimension) < 1:
+        raise ValueError(f"Invalid dimension {dimension}.")
+    if (ckpt_to_load_from is None) != (tensor_name_in_ckpt is None):
+        raise ValueError("Must specify both `ckpt_to_load_from` and `tensor_name_in_ckpt` or none of them.")
+    if initializer is not None and not callable(initializer):
+        raise ValueError(
+            f"initializer must be callable if specified. Embedding of column_name: {categorical_column.name}"
+        )
+    check_combiner("combiner", combiner)
+    return EmbeddingColumn(
+        categorical_column,
+        operator.index(dimension),
+        combiner,
+        initializer or _TruncatedNormal(1 / math.sqrt(dimension)),
+        None if ckpt_to_load_from is None else os.fspath(ckpt_to_load_from),
+        tensor_name_in_ckpt,
+        max_norm,
+        trainable,
+    )
+
+
+@dataclass(frozen=True)
+class _TruncatedNormal:
+    """The default initializer; a class, so that columns can be pickled and compared."""
+
+    std: float
+
+    def __call__(self, tensor: Tensor) -> None:
+        nn.init.trunc_normal_(tensor, std=self.std, a=-2 * self.std, b=2 * self.std)
+
+
+def _check_categorical(column: Any) -> None:
+    if not isinstance(column, CategoricalColumn):
+        raise ValueError(f"categorical_column must be a categorical column. Given: {column}")

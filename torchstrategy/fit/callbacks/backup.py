@@ -1,0 +1,337 @@
+"""The callback that lets an interrupted ``fit`` go on, to the weights and the history of one that was not.
+
+No generator's state is saved, of which there is one for each replica: the random numbers begin anew at each save, from
+a seed made of the run's seed and the step, whether the run is interrupted or not. So do, within an epoch, the states of
+metrics: what all replicas have summed up is one replica's from then on, as after a restore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.atomic import SUFFIX, read_index
+from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.fit.callbacks.base import Callback, Logs
+from torchstrategy.fit.callbacks.model_checkpoint import check_save_freq
+from torchstrategy.fit.trainer import Trainer, trainer_of
+
+__all__ = ["BackupAndRestore"]
+
+_NAME = "backup"
+_EXIT_STATUS = 128 + signal.SIGTERM
+
+
+class BackupAndRestore(Callback):
+    """Saves all that ``fit`` depends on, and goes on from there when the program is run again.
+
+    A run that is killed at any time, on any number of processes, and started again ends with the weights and the
+    history of one that was not, bit for bit on the same replicas: the model, optimizer, metrics, callbacks, the order
+    of the data and the random numbers go on as they would have. Start all processes again, with the same program.
+    Random numbers of torch, numpy and Python begin anew at each save, so a run with this callback draws others than
+    one without, or with another ``save_freq``.
+
+    What is saved of a callback is its ``state_dict``; it is called after all other callbacks.
+
+    Args:
+        backup_dir: a directory for these files alone, which all processes share.
+        save_freq: ``"epoch"`` saves after each epoch, a number every so many batches.
+        delete_checkpoint: delete the files when ``fit`` is done. If they are kept, another run of the program
+            continues after the last epoch: ``fit`` returns at once, with the complete history, or trains further epochs
+            if it is asked for more.
+        save_before_preemption: when the process gets SIGTERM, finish the batch, save, and end the program with status
+            143. The random numbers begin anew then, too, so the rest differs from that of an unbroken run if it draws
+            any.
+
+    Raises:
+        ValueError: ``save_freq`` is out of range, or the directory holds checkpoints of something else.
+        InvalidArgumentError: the interrupted ``fit`` had another batch size, amount of data or number of steps.
+        RuntimeError: the processes see different directories; or ``save_before_preemption`` outside the main thread.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> model = ts.Model(torch.nn.Linear(1, 1))
+        >>> model.compile("sgd", "mse")
+        >>> backup = ts.callbacks.BackupAndRestore(folder.name, delete_checkpoint=False)
+        >>> x = y = torch.ones(4, 1)
+        >>> first = model.fit(x, y, epochs=2, callbacks=[backup], verbose=0)
+        >>> again = model.fit(x, y, epochs=3, callbacks=[backup], verbose=0)  # trains one more epoch
+        >>> again.epoch, again.history["loss"][:2] == first.history["loss"]
+        ([0, 1, 2], True)
+        >>> folder.cleanup()
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        delete_checkpoint: bool = True,  # noqa: FBT001, FBT002 - tf's signature
+        save_before_preemption: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+    ) -> None:
+        super().__init__()
+        self.backup_dir = os.fspath(backup_dir)
+        self.save_freq = check_save_freq(save_freq, "BackupAndRestore")
+        self.delete_checkpoint = delete_checkpoint
+        self.save_before_preemption = save_before_preemption
+        self._manager: CheckpointManager | None = None
+        self._signal: _Preemption | None = None
+        self._num_batches = 0  # since the last save
+        self._last_batch = -1
+        self._is_saved = False
+        self._stops_at: int | None = None  # the batch to leave after, if the loop asks
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._num_batches, self._is_saved, self._stops_at = 0, False, None
+        self._check_directory()
+        objects = self._objects()
+        # The position first: it refuses a fit with other arguments.
+        checkpoint = Checkpoint(position=objects.pop("position"), **objects)
+        self._manager = CheckpointManager(checkpoint, self.backup_dir, 1, checkpoint_name=_NAME)
+        latest = self._manager.latest_checkpoint
+        self._manager._check_all_see(latest)
+        if latest is not None:
+            self._restore(checkpoint, latest)
+        elif self._position.seed is None:
+            self._position.seed = self._agree(torch.initial_seed(), "seed of BackupAndRestore")[0]
+        self._last_batch = self._position.step - 1
+        self._delete_partial_files()
+        if self.save_before_preemption:
+            self._signal = _Preemption(self._agree)
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._last_batch = self._position.step - 1
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._num_batches += batch - self._last_batch
+        self._last_batch = batch
+        self._is_saved = False
+        if self._is_time() and batch + 1 != (self.params or {}).get("steps"):  # else the end of the epoch comes now
+            self._save()
+        if self._stops_at is None or self._stops_at == batch:
+            self._leave_if_preempted(at_once=False)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._is_saved = False
+        if self.save_freq == "epoch" or self._is_time():
+            self._save()
+        self._leave_if_preempted(at_once=True)
+
+    @override
+    def on_train_end(self, logs: Logs = None) -> None:
+        if self.delete_checkpoint:
+            self._delete()
+        elif not self._is_saved:
+            self._save()
+        self._release()
+
+    def saves_after(self, batch: int) -> bool:
+        """Say whether ``on_train_batch_end`` will save, so that a loop with steps under way can wait for them before.
+
+        Args:
+            batch: the batch that it will be called with; from then on it saves only after such batches.
+        """
+        got_signal = self._signal is not None and self._signal.got_signal
+        self._stops_at = batch if got_signal else -1
+        num_batches = self._num_batches + batch - self._last_batch
+        return got_signal or (isinstance(self.save_freq, int) and num_batches >= self.save_freq)
+
+    @override
+    def _release(self) -> None:
+        """Let SIGTERM mean again what it meant before."""
+        preemption, self._signal = self._signal, None
+        if preemption is not None:
+            preemption.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self._num_batches}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_batches = state["num_batches"]
+
+    # --- what there is to save
+
+    @property
+    def _trainer(self) -> Trainer:
+        return trainer_of(self.model)
+
+    @property
+    def _position(self) -> Any:
+        return self._trainer.position
+
+    def _objects(self) -> dict[str, Any]:
+        trainer = self._trainer
+        objects: dict[str, Any] = trainer.checkpoint_objects(self.model, trainer.dataset)
+        return objects
+
+    # --- saving and restoring
+
+    def _is_time(self) -> bool:
+        return isinstance(self.save_freq, int) and self._num_batches >= self.save_freq
+
+    def _save(self, *, is_in_turn: bool = True) -> None:
+        if is_in_turn:
+            self._num_batches = 0
+        manager = self._current_manager
+        metrics = self._objects().get("metrics", {})
+        if metrics.keys() != manager.checkpoint._objects.get("metrics", {}).keys():  # some come with the first batch
+            manager.checkpoint.metrics = metrics
+        manager.save()
+        self._is_saved = True
+        if self._position.step > 0:
+            self._join(metrics)
+        self._begin_random_numbers()
+
+    def _restore(self, checkpoint: Checkpoint, path: str) -> None:
+        status = checkpoint.restore(path)
+        status.assert_existing_objects_matched()
+        unused = [name for name in status.unused if not name.startswith("metrics")]
+        if unused:
+            raise ValueError(
+                f"The backup {path} is of another model or compile(): it holds {', '.join(unused[:8])}, which this one "
+                "lacks. Use the program that wrote it, or start anew with another directory."
+            )
+        position = self._position
+        logger.info(
+            "BackupAndRestore: going on in epoch %d after %d batches, from %s.", position.epoch + 1, position.step, path
+        )
+        self._is_saved = True
+        self._begin_random_numbers()
+
+    def _join(self, metrics: dict[str, Any]) -> None:
+        """Let metrics go on as after a restore: with one replica's state for all."""
+        strategy = self.model.distribute_strategy
+        for name, metric in metrics.items():
+            tracked = track_object(name, metric)
+            tracked.plan(tracked.capture(strategy), strategy).apply()
+        self._trainer.outputs = None  # else only the process that has the states would show them in logs
+
+    def _begin_random_numbers(self) -> None:
+        position = self._position
+        seed = int(np.random.SeedSequence([position.seed, position.iterations]).generate_state(1)[0])
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)  # each replica draws its own from here
+
+    def _agree(self, value: Any, what: str) -> list[Any]:
+        """Return every process's value."""
+        workers = self.model.distribute_strategy.workers
+        return [value] if workers is None else list(workers.exchange(what, value))
+
+    # --- the directory
+
+    @property
+    def _current_manager(self) -> CheckpointManager:
+        if self._manager is None:
+            raise RuntimeError("BackupAndRestore saves during fit only: pass it to fit(callbacks=[...]).")
+        return self._manager
+
+    def _check_directory(self) -> None:
+        index = read_index(self.backup_dir)
+        others = [name for name in (index.written if index else {}) if not name.startswith(f"{_NAME}-")]
+        if others:
+            raise ValueError(
+                f"BackupAndRestore(backup_dir={self.backup_dir!r}): the directory holds other checkpoints, such as "
+                f"{others[-1]!r}, which would be deleted. Give it a directory of its own."
+            )
+
+    def _delete_partial_files(self) -> None:
+        """Delete what a process left that was killed while it wrote."""
+        if self.model.distribute_strategy.is_chief:
+            for path in Path(self.backup_dir).glob(f".*{SUFFIX}.*.tmp"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _delete(self) -> None:
+        """Delete the files, when all processes are done."""
+        self._agree(None, "end of fit")
+        if self.model.distribute_strategy.is_chief:
+            paths = [path + SUFFIX for path in self._current_manager.checkpoints]
+            for name in (os.path.join(self.backup_dir, "checkpoint"), *paths):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+            with contextlib.suppress(OSError):  # it is missing, or holds something else
+                os.rmdir(self.backup_dir)
+
+    # --- preemption
+
+    def _leave_if_preempted(self, *, at_once: bool) -> None:
+        if self._signal is None or not self._signal.is_agreed(at_once=at_once):
+            return
+        if not self._is_saved:
+            self._save(is_in_turn=False)
+        logger.warning("BackupAndRestore: got SIGTERM, saved %s, and leave.", self._current_manager.latest_checkpoint)
+        self._signal.is_done = True
+        self._release()
+        raise SystemExit(_EXIT_STATUS)
+
+
+class _Preemption:
+    """Notes SIGTERM, and lets all processes agree when to act on it, about once a second.
+
+    Args:
+        agree: given a value and what it is, returns every process's.
+    """
+
+    def __init__(self, agree: Callable[[Any, str], list[Any]]) -> None:
+        self._agree = agree
+        self.got_signal = False
+        self.is_done = False
+        self._num_to_wait = 0
+        self._last_time = time.monotonic()
+        self._num_since = 0
+        try:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        except ValueError as error:
+            raise RuntimeError(
+                "BackupAndRestore(save_before_preemption=True) handles SIGTERM, which Python allows in the main thread "
+                "only. Call fit there, or leave the argument out."
+            ) from error
+
+    def is_agreed(self, *, at_once: bool) -> bool:
+        """Say whether any process got the signal; all processes call it equally often, and hear the same.
+
+        Args:
+            at_once: ask now, not only if it is time to.
+        """
+        self._num_since += 1
+        if self._num_since <= self._num_to_wait and not at_once:
+            return False
+        seconds = (time.monotonic() - self._last_time) / self._num_since
+        reports = self._agree([self.got_signal, seconds], "preemption")
+        slowest = max(duration for _, duration in reports)
+        alone = len(reports) == 1
+        self._num_to_wait = 0 if alone else min(100, int(1.0 / max(slowest, 1e-3)))
+        self._last_time, self._num_since = time.monotonic(), 0
+        return any(got for got, _ in reports)
+
+    def close(self) -> None:
+        """Undo the handling; a signal that nobody acted on is sent again."""
+        signal.signal(signal.SIGTERM, self._before)
+        if self.got_signal and not self.is_done:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _note(self, number: int, frame: Any) -> None:  # noqa: ARG002
+        self.got_signal = True
+        signal.signal(signal.SIGTERM, self._before)  # a second one ends the program at once

@@ -1,0 +1,186 @@
+"""Showing how far a training is: bars that move on terminals and in notebooks, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
+from torchstrategy.fit.callbacks.output import make_bar, print_line, shows_bars
+
+__all__ = ["ProgbarLogger", "check_verbose"]
+
+#: Seconds between two readings of the logs at least, because reading them may wait for the device.
+_MIN_INTERVAL_S = 0.2
+
+
+class ProgbarLogger(Callback):
+    """Shows the progress, the loss and the metrics on the chief; ``verbose`` of ``fit`` adds it.
+
+    Like Keras it writes to standard output. ``verbose=1`` shows a bar for each epoch, made by tqdm, if that is a
+    terminal or a notebook, and otherwise the same as ``verbose=2``: a line at the end of each epoch. ``evaluate`` and
+    ``predict`` show one bar or line; the validation inside ``fit`` shows none.
+
+    Example:
+        >>> model = ts.Model(torch.nn.Linear(1, 1))
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(torch.ones(4, 1), torch.ones(4, 1), verbose=2)  # doctest: +ELLIPSIS
+        1/1 - ... - loss: ...
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._verbose: Any = 1
+        self._epochs: int | None = None
+        self._steps: int | None = None
+        self._bar: Any = None
+        self._seen = 0
+        self._begin_s = self._read_s = 0.0
+        self._in_fit = False
+
+    @override
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        verbose = params.get("verbose", 1)
+        self._verbose = 1 if verbose == "auto" else int(verbose)
+        self._epochs, self._steps = params.get("epochs"), params.get("steps")
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._close()
+        self._in_fit = True
+
+    @override
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._close()
+        self._in_fit = False
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        title = f"Epoch {epoch + 1}" + ("" if self._epochs is None else f"/{self._epochs}")
+        self._begin(title if self._epochs != 1 else None)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._end(logs)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._step(batch, logs)
+
+    @override
+    def on_test_begin(self, logs: Logs = None) -> None:
+        if not self._in_fit:
+            self._begin(None)
+
+    @override
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if not self._in_fit:
+            self._step(batch, logs)
+
+    @override
+    def on_test_end(self, logs: Logs = None) -> None:
+        if not self._in_fit:
+            self._end(logs)
+
+    @override
+    def on_predict_begin(self, logs: Logs = None) -> None:
+        self._begin(None)
+
+    @override
+    def on_predict_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._step(batch, None)
+
+    @override
+    def on_predict_end(self, logs: Logs = None) -> None:
+        self._end(None)
+
+    @override
+    def _release(self) -> None:
+        self._close()
+        self._in_fit = False
+
+    def _begin(self, title: str | None) -> None:
+        self._close()
+        self._seen = 0
+        self._begin_s = self._read_s = time.monotonic()
+        if not self._verbose or not is_chief(self.model):
+            return
+        if self._verbose == 1 and shows_bars():
+            self._bar = make_bar(self._steps, title)
+        elif title is not None:
+            print_line(title)
+
+    def _step(self, batch: int, logs: Logs) -> None:
+        self._seen = batch + 1
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        if now - self._read_s >= _MIN_INTERVAL_S:
+            self._read_s = now
+            self._show(logs)
+
+    def _end(self, logs: Logs) -> None:
+        if self._steps is None or self._seen > self._steps:
+            self._steps = self._seen
+        if self._bar is not None:
+            self._bar.total = self._steps
+            self._show(logs)
+            self._close()
+        elif self._verbose and is_chief(self.model):
+            print_line(_line(self._seen, self._steps, time.monotonic() - self._begin_s, logs))
+
+    def _show(self, logs: Logs) -> None:
+        self._bar.set_postfix_str(", ".join(f"{name}={text}" for name, text in _texts(logs)), refresh=False)
+        self._bar.n = self._seen
+        self._bar.refresh()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def check_verbose(verbose: Any) -> None:
+    """Check the argument of ``fit`` and its kin.
+
+    Raises:
+        ValueError: it is none of its values.
+    """
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(
+            "verbose must be 0 (nothing), 1 (a bar for each epoch), 2 (a line for each epoch) or 'auto' (as 1). "
+            f"Received: {verbose!r}"
+        )
+
+
+def _line(seen: int, steps: int | None, seconds: float, logs: Logs) -> str:
+    """Return what Keras prints of an epoch."""
+    parts = [
+        f"{seen}/{seen if steps is None else steps}",
+        f"{seconds:.1f}s",
+        f"{_duration(seconds / max(seen, 1))}/step",
+    ]
+    return " - ".join(parts + [f"{name}: {text}" for name, text in _texts(logs)])
+
+
+def _texts(logs: Logs) -> list[tuple[str, str]]:
+    """Return the logs' names and their numbers as text."""
+    return [(name, _number(value)) for name, value in ({} if logs is None else logs).items()]
+
+
+def _number(value: Any) -> str:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return " ".join(str(value).split())
+    return f"{number:.4f}" if abs(number) > 1e-3 or number == 0 else f"{number:.4e}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.0f}s"
+    return f"{seconds * 1e3:.0f}ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f}us"

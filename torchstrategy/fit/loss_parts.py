@@ -1,0 +1,282 @@
+"""The loss of one output as ``compile`` takes it, brought to one form: a loss for each element, and its divisor.
+
+``TorchLoss`` is in ``torch_loss_parts``. Halves become ``float32`` first, so that no sum overflows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy import errors, losses
+from torchstrategy.fit import label_checks
+from torchstrategy.fit.label_checks import shape_of
+from torchstrategy.losses.arguments import as_tensor
+from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.names import CLASSES
+
+__all__ = [
+    "FunctionLoss",
+    "LossPart",
+    "ObjectLoss",
+    "check_labels_between_0_and_1",
+    "chosen_crossentropy",
+    "loss_object",
+    "one_for_each_example",
+    "predictions_of",
+]
+
+
+_WITH_CLASSES = (losses.CategoricalCrossentropy, losses.SparseCategoricalCrossentropy)
+
+
+class LossPart:
+    """The loss of one output.
+
+    Args:
+        name: what messages call it.
+    """
+
+    #: Whether it adds up the examples of the global batch, instead of taking their mean.
+    is_sum = False
+    #: Whether it leaves one loss for each example, whose gradients are added up, and whose mean is shown.
+    is_unreduced = False
+    #: Whether the elements of an example are added up, instead of taking their mean.
+    adds_elements = False
+    #: Whether predictions are logits, where 0 is the border between two classes.
+    takes_logits = False
+    #: The axis of the classes in predictions.
+    class_axis = -1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def losses(self, y: Any, y_pred: Tensor) -> Tensor:
+        """Return the losses of a replica's share.
+
+        Args:
+            y: labels.
+            y_pred: predictions, ``[batch, ...]``; ``batch`` may be 0.
+
+        Returns:
+            ``[batch, ...]``; an example may have several elements.
+
+        Raises:
+            InvalidArgumentError: shapes or dtypes do not fit, or there is not a loss for each example.
+        """
+        raise NotImplementedError
+
+    def has_divisor(self, y: Any, sample_weight: Any) -> bool:  # noqa: ARG002 - for parts without one
+        """Say whether the divisor of the mean depends on labels or weights; else it is the number of elements.
+
+        Args:
+            y: labels.
+            sample_weight: weights or ``None``.
+        """
+        return False
+
+    def divisor(self, y: Any, sample_weight: Any) -> Tensor:
+        """Return what this share adds to the divisor that depends on labels or weights.
+
+        Args:
+            y: labels.
+            sample_weight: weights or ``None``.
+        """
+        raise NotImplementedError
+
+    def counts_all(self, y: Any) -> bool:  # noqa: ARG002
+        """Say whether all of the labels count alike, so that the divisor is the number of elements after all.
+
+        Args:
+            y: all labels of a data set.
+        """
+        return False
+
+    def check(self, y: Any, y_pred: Tensor) -> None:
+        """Look at the values of a batch.
+
+        Args:
+            y: labels.
+            y_pred: predictions, ``[batch, ...]``; ``batch`` may be 0.
+
+        Raises:
+            InvalidArgumentError: they are not what the loss is made for; the message says what to do.
+        """
+
+
+class ObjectLoss(LossPart):
+    """An object of ``ts.losses`` or of a subclass of ``ts.losses.Loss``.
+
+    Args:
+        loss: the object.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(type(loss).__name__)
+        self.loss = loss
+        self.is_sum = loss.reduction is Reduction.SUM
+        self.is_unreduced = loss.reduction is Reduction.NONE
+        self.takes_logits = bool(getattr(loss, "from_logits", False))
+        self.class_axis = loss.axis if isinstance(loss, _WITH_CLASSES) else -1
+        #: Their functions average over the last axis, and predictions of one axis have only that of the examples.
+        self._is_ours = any(type(loss) is cls for cls in CLASSES.values())
+
+    def losses(self, y: Any, y_pred: Tensor) -> Tensor:  # noqa: D102 - the base class's
+        scores = predictions_of(y_pred)
+        if self._is_ours and scores.ndim == 1 and not isinstance(self.loss, losses.SparseCategoricalCrossentropy):
+            scores = scores.unsqueeze(-1)
+        labels = as_tensor(y, "y", scores.device)
+        if isinstance(self.loss, losses.SparseCategoricalCrossentropy):
+            label_checks.check_integer_labels(labels, self.name, _remedy_of_float_labels(labels, scores))
+        return one_for_each_example(self.loss.call(labels, scores), labels, y_pred, self.name)
+
+    def has_divisor(self, y: Any, sample_weight: Any) -> bool:  # noqa: ARG002, D102
+        is_by_weight = self.loss.reduction is Reduction.MEAN_WITH_SAMPLE_WEIGHT and sample_weight is not None
+        return not (self.is_sum or self.is_unreduced) and (
+            is_by_weight or getattr(self.loss, "ignore_class", None) is not None
+        )
+
+    def divisor(self, y: Any, sample_weight: Any) -> Tensor:  # noqa: D102
+        return torch.as_tensor(self.loss._label_divisor(y, sample_weight))
+
+    def counts_all(self, y: Any) -> bool:  # noqa: D102
+        if self.loss.reduction is Reduction.MEAN_WITH_SAMPLE_WEIGHT:
+            return False
+        counts = self.loss._counts(y)
+        return counts is None or bool(counts.all())
+
+    def check(self, y: Any, y_pred: Tensor) -> None:  # noqa: D102
+        loss: Any = self.loss
+        scores = y_pred.detach().float()
+        labels = as_tensor(y, "y", scores.device).detach()
+        if scores.numel() == 0:
+            return
+        logits = f"If the model returns logits, write loss=ts.losses.{self.name}(from_logits=True)"
+        softmax = f"{logits}, or end the model with torch.nn.Softmax(dim={getattr(loss, 'axis', -1)})."
+        sigmoid = f"{logits}, or end the model with torch.nn.Sigmoid()."
+        if isinstance(loss, losses.SparseCategoricalCrossentropy):
+            label_checks.check_integer_labels(labels, self.name, _remedy_of_float_labels(labels, scores))
+            if not loss.from_logits:
+                label_checks.check_probabilities(scores, loss.axis, self.name, softmax)
+            label_checks.check_class_ids(labels, scores.shape[loss.axis], loss.ignore_class, self.name)
+        elif isinstance(loss, losses.CategoricalCrossentropy) and not loss.from_logits:
+            label_checks.check_probabilities(scores, loss.axis, self.name, softmax)
+        elif isinstance(loss, (losses.BinaryCrossentropy, losses.BinaryFocalCrossentropy)):
+            if not loss.from_logits:
+                label_checks.check_between_0_and_1(scores, self.name, sigmoid)
+            check_labels_between_0_and_1(labels, self.name)
+        elif isinstance(loss, losses.KLDivergence):
+            label_checks.check_probabilities(scores, -1, self.name, "End the model with torch.nn.Softmax(dim=-1).")
+
+
+class FunctionLoss(LossPart):
+    """A function of labels and predictions that returns a loss for each example.
+
+    Args:
+        fn: called as ``fn(y_true, y_pred)``.
+    """
+
+    def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
+        super().__init__(getattr(fn, "__name__", None) or type(fn).__name__)
+        self.fn = fn
+
+    def losses(self, y: Any, y_pred: Tensor) -> Tensor:  # noqa: D102 - the base class's
+        return one_for_each_example(self.fn(y, predictions_of(y_pred)), y, y_pred, self.name)
+
+
+def predictions_of(y_pred: Tensor) -> Tensor:
+    """Return predictions of ``float32`` at least."""
+    return y_pred.float() if y_pred.dtype.is_floating_point and y_pred.dtype.itemsize < 4 else y_pred
+
+
+def loss_object(loss: Any) -> Any:
+    """Return an object of ``ts.losses`` for one of its functions, which may have some arguments bound, or the loss."""
+    if isinstance(loss, functools.partial) and not loss.args and loss.func in CLASSES:
+        return CLASSES[loss.func](**loss.keywords)
+    if inspect.isfunction(loss) and loss in CLASSES:
+        return CLASSES[loss]()
+    return loss
+
+
+def chosen_crossentropy(y_true: Any, y_pred: Tensor) -> Loss:
+    """Return the cross-entropy that tf.keras takes for ``"crossentropy"``, by the shapes.
+
+    Args:
+        y_true: labels.
+        y_pred: predictions.
+    """
+    if y_pred.ndim < 2 or y_pred.shape[-1] == 1:
+        return losses.BinaryCrossentropy()
+    labels = shape_of(y_true)
+    is_sparse = len(labels) < y_pred.ndim or labels[-1] == 1
+    return losses.SparseCategoricalCrossentropy() if is_sparse else losses.CategoricalCrossentropy()
+
+
+def one_for_each_example(values: Any, y: Any, y_pred: Tensor, name: str) -> Tensor:
+    """Return losses, of which there must be one or more for each example.
+
+    Args:
+        values: what a loss returned.
+        y: the labels that it was given.
+        y_pred: the predictions that it was given, ``[batch, ...]``.
+        name: the loss's name.
+
+    Returns:
+        ``[batch, ...]``, of ``float32`` at least.
+
+    Raises:
+        InvalidArgumentError: it returned one number for the batch, or labels and predictions were broadcast.
+        TypeError: it did not return a tensor.
+    """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"loss={name} must return a tensor with one loss for each example. It returned: {values!r}")
+    if values.ndim == 0:
+        raise errors.InvalidArgumentError(
+            f"loss={name} returned one number for the batch. It must return one loss for each example, [batch, ...], so"
+            " that the mean over all replicas' examples can be taken: use reduction='none', or take means over the axes"
+            " after the first only, such as .flatten(1).mean(1)."
+        )
+    if values.shape[0] != y_pred.shape[0]:
+        raise errors.InvalidArgumentError(
+            f"loss={name} returned losses of shape {shape_of(values)} for {y_pred.shape[0]} examples (y_pred "
+            f"{shape_of(y_pred)}). It must return one loss for each example, [batch, ...]."
+        )
+    given = max(y.numel() if isinstance(y, Tensor) else 0, y_pred.numel())
+    if isinstance(y, Tensor) and values.numel() > given:
+        raise errors.InvalidArgumentError(
+            f"loss={name} returned {shape_of(values)} losses for y {shape_of(y)} and y_pred {shape_of(y_pred)}: the "
+            "shapes were broadcast against each other. Give labels and predictions one shape: y.unsqueeze(-1), or "
+            "y_pred.squeeze(-1) at the end of the model."
+        )
+    if not values.dtype.is_floating_point:
+        return values.to(torch.get_default_dtype())
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+def check_labels_between_0_and_1(y: Tensor, name: str) -> None:
+    """Check labels of a binary cross-entropy.
+
+    Args:
+        y: the labels.
+        name: the loss's name.
+
+    Raises:
+        InvalidArgumentError: one is below 0 or above 1.
+    """
+    off = (y < 0) | (y > 1)
+    if label_checks.is_readable(off) and off.any():
+        raise errors.InvalidArgumentError(
+            f"{name} takes labels from 0 to 1. Received: {y[off][0].item():.4g} in y. For labels -1 and 1, write "
+            "(y + 1) / 2; for several classes, use SparseCategoricalCrossentropy."
+        )
+
+
+def _remedy_of_float_labels(labels: Tensor, scores: Tensor) -> str:
+    if labels.ndim == scores.ndim and labels.shape[-1] != 1:
+        return "One-hot labels are for CategoricalCrossentropy."
+    return "Convert them: y.long(), or y.astype('int64') in NumPy; numbers to be predicted are for MeanSquaredError."

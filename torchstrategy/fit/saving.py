@@ -1,0 +1,226 @@
+"""A file that holds all of a model: what to build, weights, compile()'s arguments and the optimizer's state.
+
+It is the archive that ``torch.save`` writes. All but the objects' classes and functions is plain data, which is read
+without running code; those are pickles within it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrategy import errors
+from torchstrategy.base import tree
+from torchstrategy.base.context import has_strategy
+from torchstrategy.checkpoint.agreement import agree_on_restore
+from torchstrategy.checkpoint.atomic import read_archive, write_file
+from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.checkpoint.spilling import spilled_to
+from torchstrategy.fit.architecture import dump_objects, load_objects
+from torchstrategy.fit.trainer import Trainer, trainer_of
+from torchstrategy.fit.weight_files import (
+    MODEL_FORMAT,
+    capture_weights,
+    find_file,
+    load_weights,
+    plain_module,
+    require_cross_replica,
+    save_weights,
+    strategy_of,
+    write_as_one,
+)
+from torchstrategy.optimizers.by_name import plain_class
+from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.strategies.default import get_strategy
+
+__all__ = ["load_model", "load_weights", "save_model", "save_weights"]
+
+_Path = str | os.PathLike[str]
+_VERSION = 1
+
+
+def save_model(
+    model: nn.Module,
+    path: _Path,
+    overwrite: bool = True,  # noqa: FBT001, FBT002 - tf's signature, as the model's method
+) -> None:
+    """Write all of a model to one file. Cross-replica context, on every process.
+
+    Beside the weights it holds what ``load_model`` builds the model of, which is its classes' names and its attributes;
+    and if it is compiled, ``compile``'s arguments and the optimizer's state. The chief writes; the file is complete or
+    not there.
+
+    Args:
+        model: the model.
+        path: the file; its directory is made if need be.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        FileExistsError: it may not.
+        OSError: the file can't be written; what was there before is unchanged.
+        TypeError: a part of the model can't be pickled, such as a lambda.
+        ValueError: a weight has no shape yet, or is a variable that is no buffer.
+        RuntimeError: called in replica context, or another process could not write.
+    """
+    strategy = strategy_of(model)
+    require_cross_replica("Model.save")
+    capture = capture_weights(model, strategy)
+
+    def write(file: str) -> None:
+        with spilled_to(os.path.dirname(file)):
+            content = _content_of(model, capture(), strategy)
+            write_file(file, lambda opened: torch.save(content, opened))
+
+    write_as_one(strategy, path, write, overwrite=overwrite, method="Model.save")
+
+
+def load_model(path: _Path, compile: bool = True) -> Any:  # noqa: FBT001, FBT002 - Keras' signature
+    """Build a model that ``Model.save`` wrote, under the current strategy or none, so that training can go on exactly.
+
+    The file names the classes and functions that the model is made of, and loading it imports and calls them. So load
+    files only from sources that you trust, as with ``torch.load(weights_only=False)``. To read the weights of any file
+    safely, build the model and call ``load_weights``.
+
+    Args:
+        path: the file.
+        compile: whether to compile the model as it was, and to restore the optimizer's state.
+
+    Returns:
+        The model.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataLossError: it is damaged or was not written by ``Model.save``.
+        ImportError: a class or function that the model needs is not here.
+        RuntimeError: another process could not load.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> model = ts.Model(torch.nn.Linear(2, 1))
+        >>> model.compile("adam", "mse")
+        >>> model.save(f"{folder.name}/model.pt")
+        >>> with ts.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        ...     loaded = ts.models.load_model(f"{folder.name}/model.pt")
+        >>> history = loaded.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
+        >>> folder.cleanup()
+    """
+    require_cross_replica("load_model")
+    strategy = get_strategy()
+    content: dict[str, Any] = {}
+    objects: list[Any] = []
+    error: Exception | None = None
+    try:
+        file = find_file(path)
+        content = _read(file)
+        names = ["model", "compile"] if compile and content["training"] is not None else ["model"]
+        objects = load_objects(content["program"], names, file)
+    except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
+        error = raised
+    agree_on_restore(strategy, os.fspath(path), error)
+    _take_up(strategy, objects)
+    model = objects[0]
+    trainer_of(model).example_input = content["example_input"]
+    if len(objects) > 1:
+        _compile(model, objects[1], content["training"], strategy)
+    return model
+
+
+def _content_of(model: nn.Module, weights: Any, strategy: Any) -> dict[str, Any]:
+    """Return what a file holds."""
+    body = bodies(model)[0]
+    own = bodies(plain_module(model))[0].state_dict(keep_vars=True)
+    known = {id(value): weights[_uncompiled(name)] for name, value in own.items() if _uncompiled(name) in weights}
+    objects = {"model": body}
+    training = None
+    trainer = trainer_of(model)
+    if trainer.is_compiled:
+        objects["compile"] = _arguments_of(body, trainer)
+        training = {name: track_object(name, obj).capture(strategy) for name, obj in _stateful_parts(trainer).items()}
+        training["iterations"] = trainer.iterations
+    return {
+        "format": MODEL_FORMAT,
+        "version": _VERSION,
+        "weights": weights,
+        "program": dump_objects(objects, known),
+        "training": training,
+        "example_input": _plain_or_none(trainer.example_input),
+    }
+
+
+def _plain_or_none(value: Any) -> Any:
+    try:
+        return to_plain(value, "example_input")
+    except TypeError:  # inputs of another kind; they only serve export and summary
+        return None
+
+
+def _stateful_parts(trainer: Trainer) -> dict[str, Any]:
+    return {name: obj for name in ("optimizer", "scaler") if (obj := getattr(trainer, name)) is not None}
+
+
+def _arguments_of(body: nn.Module, trainer: Trainer) -> dict[str, Any]:
+    """Return what ``compile`` is given when the model is loaded: the optimizer as its class and settings."""
+    if trainer.optimizer is None:
+        return trainer.arguments
+    optimizer = bodies(trainer.optimizer)[0]
+    names = {id(parameter): name for name, parameter in body.named_parameters()}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    settings = {"class": plain_class(type(optimizer)), "groups": groups, "defaults": dict(optimizer.defaults)}
+    return {**trainer.arguments, "optimizer": settings}
+
+
+def _read(file: str) -> dict[str, Any]:
+    content = read_archive(file, what="a saved model", remedy="Load another file.")
+    if not isinstance(content, dict) or content.get("format") != MODEL_FORMAT:
+        raise errors.DataLossError(
+            f"{file} was not written by Model.save. If it holds weights, build the model and call load_weights."
+        )
+    if content["version"] > _VERSION:
+        raise errors.DataLossError(
+            f"{file} has the format version {content['version']}; this release reads up to {_VERSION}. Upgrade it."
+        )
+    return content
+
+
+def _take_up(strategy: Any, objects: list[Any]) -> None:
+    """Let the current strategy know the unpickled objects, whose constructors were not called."""
+    if not has_strategy():
+        return
+    for leaf in tree.all_leaves(objects):
+        if isinstance(leaf, nn.Module):
+            strategy.replicate(leaf)
+
+
+def _compile(model: Any, arguments: dict[str, Any], training: dict[str, Any], strategy: Any) -> None:
+    """Compile a loaded model and restore the optimizer."""
+    settings = arguments.pop("optimizer")
+    optimizer = None if settings is None else _make_optimizer(model, settings)
+    model.compile(optimizer=optimizer, **arguments)
+    trainer = trainer_of(model)
+    for name, obj in _stateful_parts(trainer).items():
+        track_object(name, obj).plan(training[name], strategy).apply()
+    trainer.position.iterations = training["iterations"]
+
+
+def _make_optimizer(model: nn.Module, settings: dict[str, Any]) -> Any:
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [parameters[name] for name in names]} for names in settings["groups"]]
+    accepted = inspect.signature(settings["class"]).parameters
+    defaults = {name: value for name, value in settings["defaults"].items() if name in accepted}
+    try:
+        return settings["class"](groups, **defaults)
+    except TypeError as error:
+        raise TypeError(
+            f"load_model can't make the optimizer {settings['class'].__name__} of its defaults "
+            f"{settings['defaults']}: {error}. Pass compile=False, and call model.compile(...) yourself."
+        ) from error
+
+
+def _uncompiled(name: str) -> str:
+    return name.replace("_orig_mod.", "")

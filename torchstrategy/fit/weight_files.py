@@ -1,0 +1,339 @@
+"""Files of weights: a ``state_dict`` that plain torch reads; and how the processes of a job write a file as one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchstrategy import errors
+from torchstrategy.base.context import current_replica_context
+from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
+from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_archive, read_index, write_file, write_index
+from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.spilling import spilled_to
+from torchstrategy.checkpoint.tracked import Plan
+from torchstrategy.fit.trainer import ATTRIBUTE, trainer_of
+from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import owner
+from torchstrategy.strategies.default import get_strategy
+
+__all__ = [
+    "MODEL_FORMAT",
+    "capture_weights",
+    "find_file",
+    "load_weights",
+    "plain_module",
+    "require_cross_replica",
+    "save_weights",
+    "strategy_of",
+    "write_as_one",
+]
+
+_Path = str | os.PathLike[str]
+
+#: Says what ``Model.save`` writes.
+MODEL_FORMAT = "torchstrategy.model"
+_CHECKPOINT_FORMAT = "torchstrategy.checkpoint"
+_FILE_SUFFIXES = (".pt", ".pth", ".bin")
+_WRAPPED = "module."
+_REMEDY = "Take another file."
+_OWN_MODULES = "torchstrategy.fit."  # some of which import this one
+
+
+def save_weights(
+    model: nn.Module,
+    path: _Path,
+    overwrite: bool = True,  # noqa: FBT001, FBT002 - tf's signature, as the model's method
+) -> None:
+    """Write a model's weights. Cross-replica context, on every process; the chief writes, completely or not at all.
+
+    A path that ends in ``.pt``, ``.pth`` or ``.bin`` is a file with the ``state_dict``, which plain torch reads:
+    ``module.load_state_dict(torch.load(path, weights_only=True))``. Any other path is, as in tf, the beginning of a
+    name: ``<path>.pt`` is then a checkpoint that ``ts.train.Checkpoint(model=...)`` restores, and its directory's
+    latest one. A model that was made of a module, as ``ts.Model(module)``, has the names of that module.
+
+    Args:
+        model: the model, or any module.
+        path: the file, or the beginning of its name; its directory is made if need be.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        FileExistsError: it may not.
+        OSError: the file can't be written; what was there before is unchanged.
+        ValueError: a weight has no shape yet, or is a variable that is no buffer, which a ``state_dict`` lacks.
+        RuntimeError: called in replica context, or another process could not write.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> model = ts.Model(torch.nn.Linear(2, 1))
+        >>> model.save_weights(f"{folder.name}/weights.pt")
+        >>> list(torch.load(f"{folder.name}/weights.pt", weights_only=True))
+        ['weight', 'bias']
+        >>> folder.cleanup()
+    """
+    strategy = strategy_of(model)
+    if os.path.splitext(os.fspath(path))[1].lower() not in _FILE_SUFFIXES:
+        _save_checkpoint(model, os.fspath(path), strategy, overwrite=overwrite)
+        return
+    capture = capture_weights(model, strategy)
+
+    def write(file: str) -> None:
+        with spilled_to(os.path.dirname(file)):
+            weights = capture()
+            write_file(file, lambda opened: torch.save(weights, opened))
+
+    write_as_one(strategy, path, write, overwrite=overwrite, method="save_weights")
+
+
+def _save_checkpoint(model: nn.Module, prefix: str, strategy: Any, *, overwrite: bool) -> None:
+    """Write a checkpoint and make it the latest one of its directory."""
+    require_cross_replica("save_weights")
+    iterations = trainer_of(model).iterations if ATTRIBUTE in bodies(model)[0].__dict__ else 0
+    checkpoint = Checkpoint(model=plain_module(model), iterations=torch.tensor(iterations))
+    if not overwrite:
+        write_as_one(strategy, prefix + SUFFIX, lambda _: None, overwrite=False, method="save_weights")
+
+    def finish() -> None:
+        directory, name = os.path.split(prefix)
+        index = read_index(directory) or Index({})
+        there = {
+            other: written
+            for other, written in index.written.items()
+            if other != name and os.path.isfile(os.path.join(directory, other + SUFFIX))
+        }
+        write_index(directory, {**there, name: time.time()}, index.last_preserved)
+
+    checkpoint._write(prefix, finish)
+
+
+def load_weights(
+    model: nn.Module,
+    path: _Path,
+    strict: bool = True,  # noqa: FBT001, FBT002 - torch's signature, as the model's method
+) -> None:
+    """Give a model the weights that a file holds. Cross-replica context, on every process.
+
+    Only tensors are read, no code is run. Floating-point weights of another precision are converted.
+
+    Args:
+        model: the model, or any module.
+        path: what ``save_weights``, ``Model.save``, ``ModelCheckpoint`` or ``torch.save(module.state_dict(), path)``
+            wrote. The suffix ``.pt`` may be left out.
+        strict: whether the model and the file must have weights of the same names. ``False`` loads those that both
+            have.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataLossError: it is damaged, or none of these.
+        ValueError: names or shapes differ; nothing was changed.
+        RuntimeError: called in replica context, or another process could not load.
+    """
+    require_cross_replica("load_weights")
+    strategy = strategy_of(model)
+    plan, error = Plan(), None
+    try:
+        file = find_file(path)
+        plan = _plan_weights(plain_module(model), _read_weights(file), file, strategy, strict=strict)
+    except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
+        error = raised
+    agree_on_restore(strategy, os.fspath(path), error)
+    plan.apply()
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """Return the module that a model was made of; the model itself if it is a subclass with a ``forward``."""
+    module = model._modules.get("module")
+    definer = next((cls for cls in type(bodies(model)[0]).__mro__ if "forward" in vars(cls)), None)
+    is_wrapper = definer is not None and definer.__module__.startswith(_OWN_MODULES)
+    return module if is_wrapper and module is not None else model
+
+
+def capture_weights(model: nn.Module, strategy: Any) -> Callable[[], Any]:
+    """Do what all processes must do together to read a model's weights.
+
+    Returns:
+        A function for the process that writes. It returns the ``state_dict`` as plain data, and raises ``ValueError``
+        if that would lack values.
+    """
+    tracked = track_object("model", plain_module(model))
+    state = tracked.capture(strategy) if tracked.is_collective else None
+    return lambda: _without_attributes(model, tracked.capture(strategy) if state is None else state)
+
+
+def strategy_of(model: nn.Module) -> Any:
+    """Return the strategy that a model was made with."""
+    return getattr(model, "distribute_strategy", None) or owner(model) or get_strategy()
+
+
+def write_as_one(strategy: Any, path: _Path, write: Callable[[str], None], *, overwrite: bool, method: str) -> None:
+    """Let the chief write a file, and all processes succeed or fail.
+
+    Args:
+        strategy: the strategy.
+        path: the file.
+        write: called with the path.
+        overwrite: whether an existing file may be replaced.
+        method: the name of the method that was called.
+
+    Raises:
+        FileExistsError: the file is there and may not be replaced.
+        RuntimeError: called in replica context, or another process could not write.
+    """
+    require_cross_replica(method)
+    file = os.fspath(path)
+
+    def checked() -> None:
+        if os.path.isdir(file):
+            raise IsADirectoryError(
+                f"{method}: {file} is a directory. Pass the path of a file, such as {file}/model.pt."
+            )
+        if os.path.exists(file) and not overwrite:
+            raise FileExistsError(f"{method}: {file} is there already. Pass overwrite=True to replace it.")
+        write(file)
+
+    write_together(strategy, file, checked)
+
+
+def require_cross_replica(method: str) -> None:
+    """Check that a method was called outside ``run``.
+
+    Raises:
+        RuntimeError: it was called inside.
+    """
+    if current_replica_context() is not None:
+        raise RuntimeError(
+            f"{method} was called in replica context, where every replica would do it at once. Call it outside of "
+            "train_step and of the functions that you give to strategy.run."
+        )
+
+
+def find_file(path: _Path) -> str:
+    """Return the file of a path that may lack the suffix.
+
+    Raises:
+        NotFoundError: it is not there.
+    """
+    name = os.fspath(path)
+    for candidate in (name, name + SUFFIX):
+        if os.path.isfile(candidate):
+            return candidate
+    if os.path.isdir(name):
+        raise errors.NotFoundError(
+            f"{name} is a directory, not a file. Pass a file in it; of a directory of checkpoints, the latest is "
+            f"ts.train.latest_checkpoint({name!r})."
+        )
+    raise errors.NotFoundError(f"There is no file {name}, nor {name + SUFFIX}.")
+
+
+def _read_weights(file: str) -> Mapping[str, Any]:
+    """Return the ``state_dict`` in a file.
+
+    Raises:
+        DataLossError: it holds none.
+    """
+    content = read_archive(file, what="a file of weights", remedy=_REMEDY)
+    kind = content.get("format") if isinstance(content, dict) else None
+    if kind == _CHECKPOINT_FORMAT:
+        entry = content["objects"].get("model") or content["objects"].get("root")
+        if entry is None or entry["kind"] != "module":
+            raise errors.DataLossError(
+                f"{file} is a checkpoint without a model: it holds {sorted(content['objects'])}. Read it with "
+                "ts.train.Checkpoint(...).restore."
+            )
+        return entry["state"]  # type: ignore[no-any-return]
+    if kind == MODEL_FORMAT:
+        return content["weights"]  # type: ignore[no-any-return]
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise errors.DataLossError(
+            f"{file} does not hold weights by name, but a {type(content).__name__}. Expected a file of save_weights, "
+            "Model.save, ModelCheckpoint or torch.save(module.state_dict(), path)."
+        )
+    return content
+
+
+def _plan_weights(module: nn.Module, weights: Mapping[str, Any], file: str, strategy: Any, *, strict: bool) -> Plan:
+    """Compare weights with a module; nothing changes.
+
+    Raises:
+        ValueError: they don't fit.
+    """
+    tracked = track_object("model", module)
+    own = {name.removeprefix("model."): value for name, value in _named_values(tracked).items()}
+    weights = _without_wrapper(weights, own)
+    missing = [name for name in own if name not in weights]
+    unexpected = [name for name in weights if name not in own]
+    mismatched = [
+        f"{name} (the model has {tuple(own[name].shape)}, the file {tuple(value.shape)})"
+        for name, value in weights.items()
+        if _has_shape(own.get(name)) and isinstance(value, Tensor) and value.shape != own[name].shape
+    ]
+    if mismatched or (strict and (missing or unexpected)):
+        _raise_mismatch(file, missing if strict else [], unexpected if strict else [], mismatched)
+    state = OrderedDict((name, _converted(value, own[name])) for name, value in weights.items() if name in own)
+    state._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
+    return tracked.plan(state, strategy)
+
+
+def _without_wrapper(weights: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return weights by the names that a wrapped module gives them, if they were saved with its wrapper's."""
+    if any(name in own for name in weights) or not all(name.startswith(_WRAPPED) for name in weights):
+        return weights
+    return {name.removeprefix(_WRAPPED): value for name, value in weights.items()}
+
+
+def _raise_mismatch(file: str, missing: list[str], unexpected: list[str], mismatched: list[str]) -> NoReturn:
+    parts = {
+        "the file lacks weights of the model": missing,
+        "the file has weights that the model lacks": unexpected,
+        "shapes differ": mismatched,
+    }
+    reasons = "; ".join(f"{reason}: {_shown(names)}" for reason, names in parts.items() if names)
+    advice = (
+        "Build the model as it was when it was saved"
+        if mismatched
+        else "Build the model as it was when it was saved, or pass strict=False to load the weights that both have"
+    )
+    raise ValueError(f"The weights in {file} do not fit the model, which is unchanged: {reasons}. {advice}.")
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _named_values(tracked: Any) -> dict[str, Any]:
+    """Return a module's values by the names that are saved."""
+    return dict(zip(tracked.leaves(), tracked._state().values(), strict=True))
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_lazy(value)
+
+
+def _converted(value: Any, own: Any) -> Any:
+    """Return a weight in the precision that the model has."""
+    if not _has_shape(own) or not isinstance(value, Tensor) or value.dtype == own.dtype:
+        return value
+    both_float = value.is_floating_point() and own.dtype.is_floating_point
+    return value.to(own.dtype) if both_float else value
+
+
+def _without_attributes(model: nn.Module, state: Any) -> Any:
+    """Check that a captured state holds nothing that the module's ``load_state_dict`` would not know."""
+    module = bodies(plain_module(model))[0]
+    known = {key.replace("_orig_mod.", "") for key in module.state_dict(keep_vars=True)}
+    others = [name for name in state if name not in known]
+    if others:
+        raise ValueError(
+            f"The variables {_shown(others)} are plain attributes, which a file of weights can't hold. Register them: "
+            "self.register_buffer(name, ts.Variable(...)); or save the model with ts.train.Checkpoint."
+        )
+    return state

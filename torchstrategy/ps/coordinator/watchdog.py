@@ -1,0 +1,86 @@
+"""Says what everybody is doing when nothing has ended for a long time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+
+from torchstrategy.base.log import logger
+from torchstrategy.ps.coordinator.cluster import Cluster
+
+__all__ = ["Watchdog", "stacks"]
+
+
+class Watchdog:
+    """Logs the stacks of this process and of busy workers while closures are there but none ends.
+
+    Args:
+        cluster: whose closures it looks at.
+        stuck_after_s: how long none may end; 0 for no watchdog.
+    """
+
+    def __init__(self, cluster: Cluster, stuck_after_s: float) -> None:
+        self._cluster = cluster
+        self._stuck_after_s = stuck_after_s
+        self._lock = threading.Lock()
+        self._is_watching = False
+        self._num_finished = 0
+        self._since = 0.0
+        self._wait_s = stuck_after_s
+
+    def watch(self) -> None:
+        """Watch until nothing is left to do. Called with every closure, by any thread."""
+        if not self._stuck_after_s:
+            return
+        with self._lock:
+            was_watching, self._is_watching = self._is_watching, True
+        if not was_watching:
+            self._notice()
+            self._cluster.call_later(self._stuck_after_s, self._look)
+
+    def _look(self) -> None:
+        queue = self._cluster.queue
+        with self._lock:
+            self._is_watching = bool(len(queue) or queue.num_running)
+            if not self._is_watching:
+                return
+        if self._num_finished != queue.num_finished:
+            self._notice()
+        elif time.monotonic() - self._since >= self._wait_s:
+            self._bark()
+            self._wait_s *= 2  # a function may well take hours
+        wait_s = self._wait_s - (time.monotonic() - self._since)
+        self._cluster.call_later(max(wait_s, 0.01), self._look)
+
+    def _notice(self) -> None:
+        self._num_finished = self._cluster.queue.num_finished
+        self._since = time.monotonic()
+        self._wait_s = self._stuck_after_s
+
+    def _bark(self) -> None:
+        queue = self._cluster.queue
+        logger.warning(
+            "No scheduled function has ended for %.0f s; %d are queued. %s\nThreads of the coordinator:\n%s",
+            time.monotonic() - self._since,
+            len(queue),
+            self._cluster.describe_running(),
+            stacks(),
+        )
+        for worker in self._cluster.workers:
+            if worker.in_flight:
+                worker.ask_for_stacks(partial(logger.warning, "Threads of %s:\n%s", worker.name))
+            elif not worker.can_run:
+                logger.warning("%s", worker.describe())
+
+
+def stacks() -> str:
+    """Return the stacks of all other threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )

@@ -1,0 +1,93 @@
+"""What a worker runs one coordinator's functions with: connections to the parameter servers, and a workshop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.errors import UnavailableError
+from torchstrategy.ps.client import ParameterClient
+from torchstrategy.ps.links import ServerLink, set_default_dtype
+from torchstrategy.ps.strategy import ParameterServerStrategy
+from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.messages import Message
+from torchstrategy.ps.workshop import Outcome, Workshop
+
+__all__ = ["WorkerBench"]
+
+_CONNECT_S = 10.0
+
+
+class WorkerBench:
+    """Made for each connection of a coordinator; ``configure`` comes first.
+
+    Args:
+        index: the worker's.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._loop = ControlLoop()
+        self._links: list[ServerLink] = []
+        self._workshop: Workshop
+
+    def configure(self, fields: Mapping[str, Any]) -> None:
+        """Connect to the parameter servers that the coordinator has found.
+
+        Args:
+            fields: ``cluster``, ``incarnation`` (the coordinator's), ``ps`` (addresses), ``ps_incarnations`` and the
+                default ``dtype``.
+
+        Raises:
+            UnavailableError: a parameter server can't be reached, or is not the one that the coordinator has found.
+        """
+        hello = {"role": "worker", "incarnation": fields["incarnation"], "task": ["worker", self._index]}
+        pairs = zip(fields["ps"], fields["ps_incarnations"], strict=True)
+        self._links = [ServerLink(ps, *pair) for ps, pair in enumerate(pairs)]
+        for link in self._links:
+            link.connect(self._loop, hello)
+        deadline = time.monotonic() + _CONNECT_S
+        for link in self._links:
+            link.wait(deadline - time.monotonic())
+            failure = link.failure
+            if failure is None and link.peer.state != "ready":
+                failure = link.peer.unavailable()
+            if failure is not None:
+                raise failure
+        set_default_dtype(fields.get("dtype", "float32"))
+        strategy = ParameterServerStrategy._on_worker(ClusterSpec(fields["cluster"]), self._index)
+        self._workshop = Workshop(strategy, ParameterClient(self._links))
+
+    def define(self, message: Message, resources: Mapping[int, Any]) -> None:
+        """Load a definition."""
+        self._workshop.define(message, resources)
+
+    def load(self, blob: bytes, resources: Mapping[int, Any]) -> Any:
+        """Return a pickled object."""
+        return self._workshop.load(blob, resources)
+
+    def run(self, key: str, arguments: bytes, resources: Mapping[int, Any]) -> Outcome:
+        """Call a function."""
+        return self._workshop.run(key, arguments, resources)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop definitions."""
+        self._workshop.forget(keys)
+
+    def failed_ps(self, error: BaseException) -> int | None:
+        """Return which parameter server an error, or what it was raised from, is about."""
+        cause: BaseException | None = error
+        while cause is not None:
+            for ps, link in enumerate(self._links):
+                if isinstance(cause, UnavailableError) and link.name in str(cause):
+                    return ps
+            cause = cause.__cause__ or cause.__context__
+        return None
+
+    def close(self) -> None:
+        """Disconnect, from any thread."""
+        self._loop.close()
+        for link in self._links:
+            link.give_up()

@@ -1,0 +1,175 @@
+"""``Server``: one task of a cluster, which serves a coordinator that knows its address."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torchstrategy.base.log import logger, show_info
+from torchstrategy.ps.server.bench import WorkerBench
+from torchstrategy.ps.server.definition import PROTOCOL, ServerDef, make_server_def
+from torchstrategy.ps.server.worker_service import WorkerService
+from torchstrategy.ps.service import ParameterService
+from torchstrategy.ps.transport.limits import Limits
+from torchstrategy.ps.transport.listener import Listener
+
+__all__ = ["Server"]
+
+_SETTINGS: Mapping[str, type[int]] = {"encrypt_tensors": bool, "num_tensor_threads": int}
+_WAKE_UP_S = 1.0
+
+
+class Server:
+    """A worker or parameter server of a cluster, for the coordinator of a ``ParameterServerStrategy``.
+
+    The task ``ps`` holds variables and updates them; all others run functions. A server knows nothing of the user's
+    program, and serves one coordinator after another: when a newer one comes, all that was the older one's is dropped.
+    It listens at its address in the cluster, on threads of its own, until ``stop`` or the end of the process.
+
+    Whoever knows the cluster's secret can run code in a worker; see SECURITY.md. Without a configured secret only
+    addresses of this host are served.
+
+    Args:
+        server_or_cluster_def: the cluster: a ``ts.train.ClusterSpec``, or a dictionary that one can be made of. Or a
+            ``ts.train.ServerDef``, which says all the rest, too.
+        job_name: this server's job; needed if the cluster has several.
+        task_index: its index there; needed if the job has several tasks.
+        protocol: ``"zmq"``. Programs for tf say ``"grpc"``, which means the same here.
+        config: settings: ``encrypt_tensors``, whether tensors are encrypted between hosts, by default true; and
+            ``num_tensor_threads``, how many requests for variables are worked on at once, by default 4.
+        start: whether to serve at once.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: job or index can't be found out, the address is malformed, a setting is unknown, or the address can
+            be reached from other hosts and no secret is configured.
+        InternalError: the cluster has no such task.
+        NotFoundError: there is no such protocol.
+        ImportError: pyzmq or cloudpickle is not installed.
+        OSError: the address is in use, or not one of this host.
+
+    Example:
+        >>> server = ts.Server({"worker": ["localhost:0"]})
+        >>> server.server_def.job_name, server.server_def.task_index, server.target.partition("://")[0]
+        ('worker', 0, 'zmq')
+        >>> server.stop()
+        True
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: Any,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        start: bool = True,  # noqa: FBT001, FBT002 - tf's signature
+    ) -> None:
+        self._server_def = make_server_def(server_or_cluster_def, job_name, task_index, protocol, config)
+        settings = _checked_settings(self._server_def.default_session_config)
+        limits = Limits.from_environment()
+        self._service = self._make_service(limits)
+        self._listener = Listener(self._server_def.address, self._service, limits=limits, **settings)
+        self._ended = threading.Event()
+        self._finalizer = weakref.finalize(self, _stop, self._listener, self._service, self._ended)
+        self._is_started = False
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Begin to serve; nothing happens if it does.
+
+        Raises:
+            OSError: the address is in use, or not one of this host.
+            RuntimeError: the server was stopped.
+        """
+        if not self._finalizer.alive:
+            raise RuntimeError("The server was stopped. Make a new one.")
+        if self._is_started:
+            return
+        self._listener.start()
+        self._is_started = True
+        show_info()
+        logger.info("Started server with target: %s (%s)", self.target, self._name)
+
+    def join(self) -> None:
+        """Wait until another thread calls ``stop``, or a signal's handler raises an exception, as Ctrl-C does."""
+        # A thread that starts others may take the signal from this one, whose endless wait would not notice.
+        while not self._ended.wait(_WAKE_UP_S):
+            pass
+
+    def stop(self) -> bool:
+        """Disconnect everyone and give the address free.
+
+        Returns:
+            Whether nothing of the server runs any more. A coordinator's function that does not end is left in a daemon
+            thread, in which the interpreter may abort at its exit; ``os._exit`` avoids that.
+        """
+        return self._finalizer() is not False
+
+    @property
+    def target(self) -> str:
+        """The protocol and the address that it listens at; a port 0 becomes the real one when it has started."""
+        return f"{PROTOCOL}://{self._listener.address}"
+
+    @property
+    def server_def(self) -> ServerDef:
+        """The cluster, and which of its tasks the server is."""
+        return self._server_def
+
+    @staticmethod
+    def create_local_server(
+        config: Mapping[str, Any] | None = None,
+        start: bool = True,  # noqa: FBT001, FBT002 - tf's signature
+    ) -> Server:
+        """Return a server that is a cluster of its own, of job ``localhost``, at a free port of this host.
+
+        Args:
+            config: its settings.
+            start: whether to serve at once.
+
+        Example:
+            >>> server = ts.Server.create_local_server()
+            >>> server.target.startswith("zmq://localhost:")
+            True
+            >>> server.stop()
+            True
+        """
+        return Server({"localhost": ["localhost:0"]}, protocol=PROTOCOL, config=config, start=start)
+
+    def __repr__(self) -> str:
+        return f"<ts.Server {self._name} at {self.target}>"
+
+    @property
+    def _name(self) -> str:
+        return f"/job:{self._server_def.job_name}/task:{self._server_def.task_index}"
+
+    def _make_service(self, limits: Limits) -> ParameterService | WorkerService:
+        if self._server_def.job_name == "ps":
+            return ParameterService()
+        index = self._server_def.task_index
+        return WorkerService(self._name, index, lambda: WorkerBench(index), limits)
+
+
+def _stop(listener: Listener, service: ParameterService | WorkerService, ended: threading.Event) -> bool:
+    listener.stop()
+    has_ended = service.close() if isinstance(service, WorkerService) else True
+    ended.set()
+    return has_ended
+
+
+def _checked_settings(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a dictionary of settings: {sorted(_SETTINGS)}. Received: {config!r}")
+    for name, value in config.items():
+        if name not in _SETTINGS:
+            raise ValueError(f"The settings of a server are {sorted(_SETTINGS)}. Received: {name!r}")
+        kind = _SETTINGS[name]
+        if type(value) is not kind or (not isinstance(value, bool) and value < 1):
+            what = "a positive integer" if kind is int else "a bool"
+            raise TypeError(f"The setting {name!r} must be {what}. Received: {value!r}")
+    return dict(config)

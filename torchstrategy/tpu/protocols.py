@@ -1,0 +1,110 @@
+"""What the parts of a trace need of the two that hold them: the region that watches a function, and the hosting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchstrategy.replicas.runner import MergeRequest
+from torchstrategy.xla.runtime import TpuRuntime
+
+__all__ = ["AnyGradients", "AnyHosting", "AnyRegion"]
+
+
+class AnyRegion(Protocol):
+    """See ``Region``."""
+
+    runtime: TpuRuntime
+    num_replicas: int
+    outer_operation: Any
+    batch_count: Tensor | None
+    is_decomposing: bool
+
+    def inside(self, func: Any, *, decomposed: bool = False) -> AbstractContextManager[None]:
+        """Note that an operation is computed by others."""
+
+    def entered(self, values: Any) -> Any:
+        """Return values with the shared ones among them entered."""
+
+    def enter(self, value: Tensor) -> Tensor:
+        """Return a shared value as one of the region."""
+
+    def seed_before_draws(self, *, keep_host: bool = False) -> None:
+        """Give the device its seed before the first random number."""
+
+    def site_if_local(self, func: Any, values: Iterable[Any]) -> Any:
+        """Return where a result is made, if an argument is local."""
+
+    def marked(self, results: Any, func: Any, values: Iterable[Any]) -> Any:
+        """Return results, which are local if an argument is."""
+
+    def mark_results(self, results: Any, site: Any) -> None:
+        """Note that results are local."""
+
+    def wrap(self, plain: Tensor) -> Tensor:
+        """Return a tensor for a plain one."""
+
+    def wrap_local(self, func: Any, plain: Tensor) -> Tensor:
+        """Return a local tensor for a plain one."""
+
+    def describe(self, value: Tensor) -> str:
+        """Return what to call a value in messages."""
+
+
+class AnyGradients(Protocol):
+    """See ``SpmdGradients``."""
+
+    def sum_for(self, context: Any, optimizer: Optimizer, *, is_fresh: bool, uses_applied: bool) -> None:
+        """Replace a group's gradients by their sum over replicas."""
+
+
+class AnyHosting(Protocol):
+    """See ``SpmdHosting``."""
+
+    num_replicas: int
+    state: Any
+
+    @property
+    def gradients(self) -> AnyGradients:
+        """What sums gradients."""
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of replicas the function is traced for."""
+
+    def replica_id(self) -> Tensor:
+        """Return the replica's id as a tensor."""
+
+    def meet(self, local_id: int, request: MergeRequest) -> Any:
+        """Meet the other groups."""
+
+    def merge(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Call a merge function in cross-replica context."""
+
+    def gather(self, values: Sequence[Tensor], axis: int) -> tuple[Tensor, list[int]]:
+        """Return the values of all replicas in one tensor, and their sizes."""
+
+    def offset(self, sizes: Sequence[int]) -> Tensor:
+        """Return how much stands before a replica's own part."""
+
+    def sum(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the sum over replicas."""
+
+    def stack(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the replicas' values as rows."""
+
+    def had_examples(self) -> list[bool]:
+        """Say of each replica whether it has examples."""
+
+    def write_shared(self, buffer: Tensor, value: Tensor) -> None:
+        """Write a value that all replicas share."""
+
+    def local_of(self, buffers: dict[int, Tensor]) -> set[int]:
+        """Return the keys of those that differ between the group's replicas."""
+
+    def one_step(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Let the first group's step be that of all."""

@@ -1,0 +1,156 @@
+"""What replicas hold from one run to the next: gradients, buffers and metric states that differ between them.
+
+Such a tensor is kept as ``[num_replicas, ...]``, split over the devices, and outside ``run`` shows replica 0's value.
+At the next run every replica finds its own again, unless the program has written to the tensor or replaced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from torchstrategy.replicas.buffers import BufferSync
+from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.record import Record
+from torchstrategy.tpu.marks import is_on_device
+
+__all__ = ["ReplicaState"]
+
+
+class _Held(NamedTuple):
+    """A tensor of the program's, its version when the run ended, and the replicas' values ``[num_replicas, ...]``."""
+
+    tensor: TensorWeakRef
+    version: int
+    rows: Tensor
+
+
+class ReplicaState:
+    """The tensors of recorded objects that differ between the replicas of one program.
+
+    Args:
+        record: what the strategy's scopes recorded.
+        slots: returns where the parameters and buffers live.
+    """
+
+    def __init__(self, record: Record, slots: Callable[[], list[Slot]]) -> None:
+        self._record = record
+        self._slots = slots
+        self._held: dict[int, _Held] = {}
+        self._buffers = BufferSync(record, slots)
+        self.leave()
+
+    def enter(self, is_local: Callable[[Tensor], bool], mark_shared: Callable[[Tensor], Tensor]) -> None:
+        """Take what a run knows of tensors: whether replicas differ in one, and to note that they don't."""
+        self.is_local, self.mark_shared = is_local, mark_shared
+
+    def leave(self) -> None:
+        """Forget the run: what it holds would be computed with the next graph."""
+        self.is_local, self.mark_shared = _never, _as_it_is
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that still hold what the last run left, with the replicas' values; forget all.
+
+        Raises:
+            RuntimeError: a gradient was changed outside ``run``.
+        """
+        found = []
+        gradients = {id(gradient) for gradient in self._gradients()}
+        for held in self._held.values():
+            tensor = held.tensor()
+            if tensor is not None and tensor._version == held.version:
+                found.append((tensor, held.rows))
+            elif id(tensor) in gradients and tensor is not None and bool(tensor.count_nonzero()):  # zeros are for all
+                raise RuntimeError(
+                    f"A gradient of shape {tuple(tensor.shape)} was changed outside `run`, where it is replica 0's "
+                    "only. Change gradients inside the function that you give to `strategy.run`."
+                )
+        self._held = {}
+        return found
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for dicts, name in self._slots() if self._held else ():
+            tensor = dicts[0].get(name)
+            if isinstance(tensor, Tensor) and (gradient := tensor.grad) is not None:
+                yield gradient
+
+    def rows(self, tensor: Tensor) -> Tensor | None:
+        """Return the replicas' values of a tensor ``[num_replicas, ...]``; ``None`` if they all have the tensor's."""
+        held = self._held.get(id(tensor))
+        if held is None or held.tensor() is not tensor or held.version != tensor._version:
+            return None
+        return held.rows
+
+    def keep(self, tensor: Tensor, rows: Tensor) -> None:
+        """Keep the replicas' values of a tensor; outside ``run`` it has replica 0's."""
+        tensor.data = rows[0].clone()  # no view, whose base would bring back what is written past torch's views
+        self.hold(tensor, rows)
+
+    def hold(self, tensor: Tensor, rows: Tensor) -> None:
+        """Note the replicas' values of a tensor that has replica 0's already."""
+        self._held[id(tensor)] = _Held(TensorWeakRef(tensor), tensor._version, rows)
+
+    def buffers_to_average(self, parameters: Sequence[Tensor], *, all_of_them: bool) -> dict[int, Tensor]:
+        """Return the buffers that differ between replicas, by a number; or all of them.
+
+        Args:
+            parameters: only those that go with these parameters of an optimizer, see ``BufferSync``.
+            all_of_them: return also those that don't differ.
+        """
+        wanted = self._buffers.candidates(hash(tuple(map(id, parameters))) or 1, parameters)
+        places = {(id(dicts[0]), name) for dicts, name in wanted}
+        found = {}
+        for key, (dicts, name) in enumerate(self._slots()):
+            if (id(dicts[0]), name) not in places:
+                continue
+            tensor = dicts[0][name]
+            if is_on_device(tensor) and (all_of_them or self.is_local(tensor)):
+                found[key] = tensor
+        return found
+
+    def write_shared(self, buffer: Tensor, value: Tensor) -> None:
+        """Give a buffer a value that all replicas have."""
+        buffer.data = value.clone()
+        self.mark_shared(buffer)
+
+    def names(self) -> dict[int, tuple[str, Tensor]]:
+        """Return what each tensor of the recorded objects is called, by its ``id``, and the tensor itself."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for obj in self._record:
+            for path, owner in _parts(obj):
+                for name, tensor in _tensors(owner):
+                    full = f"{type(obj).__name__}: {'.'.join(filter(None, (path, name)))}"
+                    found.setdefault(id(tensor), (full, tensor))
+                    if (gradient := tensor.grad) is not None:
+                        found.setdefault(id(gradient), (f"gradient of {full}", gradient))
+        return found
+
+
+def _never(_: Tensor) -> bool:
+    return False
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
+    return obj.named_modules() if isinstance(obj, nn.Module) else [("", obj)]
+
+
+def _tensors(owner: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(owner, Tensor):
+        yield "", owner
+        return
+    members = dict(owner.__dict__)
+    if isinstance(owner, nn.Module):
+        members.update(owner._parameters)
+        members.update(owner._buffers)
+    for name, value in members.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Tensor))
