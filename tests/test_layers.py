@@ -40,7 +40,7 @@ SHARED = {"strategy", "replica_context", "replica_values", "extended", "replicat
 CONFINED = {
     "hydra": (),
     "omegaconf": (),
-    "torch_xla": ("xla/torch_xla_runtime.py", "xla/patches.py"),
+    "torch_xla": ("xla/torch_xla_runtime.py", "xla/kernels.py"),
     "torch.utils._pytree": ("base/tree.py",),
 }
 

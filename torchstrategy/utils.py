@@ -9,7 +9,7 @@ import torch
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.fit.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
-from torchstrategy.fit.dataset_creator import DatasetCreator
+from torchstrategy.fit.inputs import DatasetCreator
 from torchstrategy.fit.sidecar import SidecarEvaluator
 from torchstrategy.fit.tuning import tune
 from torchstrategy.patches import keep_freed_memory

@@ -4,8 +4,8 @@ import signal
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from torchstrategy.cli import failures
-from torchstrategy.cli.failures import describe, describe_restart, exit_status
+from torchstrategy.cli import elastic
+from torchstrategy.cli.elastic import describe, describe_restart, exit_status
 
 
 def write_error(path, message, *, at_s, frames=()):
@@ -21,7 +21,7 @@ def failure(exit_code, error_file="<N/A>", pid=7):
 
 
 def test_the_error_and_its_place_in_the_program(tmp_path):
-    ours = failures.__file__
+    ours = elastic.__file__
     frames = [("train.py", 3, "<module>"), ("/x/site-packages/torch/nn.py", 9, "forward"), (ours, 1, "f")]
     path = write_error(tmp_path / "e", "ValueError: boom\nmore", at_s=1.0, frames=frames)
     lines = describe({1: failure(1, path)}).splitlines()

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.cli.fake_host import FakeHost, make_job, only
-from torchstrategy.cli import tpu_checks
+from torchstrategy.cli import host_checks
 from torchstrategy.cli.host import count_tpu_chips
-from torchstrategy.cli.tpu_checks import check_tpus
+from torchstrategy.cli.host_checks import check_tpus
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def installed(monkeypatch):
             if fault is not None:
                 raise ImportError(fault)
 
-        monkeypatch.setattr(tpu_checks, "check_installation", check)
-        monkeypatch.setattr(tpu_checks, "_version", lambda package: libtpu)
+        monkeypatch.setattr(host_checks, "check_installation", check)
+        monkeypatch.setattr(host_checks, "_version", lambda package: libtpu)
 
     return install
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.profiles import quick
-from torchstrategy.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from torchstrategy.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
 
 PREFIX = st.text("abcn.-", min_size=1, max_size=4)
 RANGE = st.tuples(st.integers(0, 30), st.integers(0, 5), st.integers(0, 2))

@@ -10,7 +10,7 @@ import torch
 import torchstrategy as ts
 from tests.estimator.hook_programs import Line, Recorder, batches, make_estimator
 from torchstrategy.base import log
-from torchstrategy.estimator import evaluation, prediction
+from torchstrategy.estimator import evaluation
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
 from torchstrategy.strategies.default import DefaultStrategy
 
@@ -54,8 +54,7 @@ def test_a_rank_that_evaluates_alone_is_not_said_to_train(tmp_path, monkeypatch)
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setenv("WORLD_SIZE", "2")
     for make in (DefaultStrategy, lambda: ts.OneDeviceStrategy("cpu:0")):  # without a GPU, and with one
-        for module in (evaluation, prediction):
-            monkeypatch.setattr(module, "plain_strategy", make)
+        monkeypatch.setattr(evaluation, "plain_strategy", make)
         assert estimator.evaluate(lambda: batches())["global_step"] == 1
         assert len(list(estimator.predict(lambda: batches()))) == 8
     with pytest.warns(UserWarning, match="independent copy"):

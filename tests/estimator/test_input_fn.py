@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy as ts
-from torchstrategy.estimator.input_fn import as_dataset, call_input_fn, parse_element
+from torchstrategy.estimator.model_fn import as_dataset, call_input_fn, parse_element
 
 CONTEXT = ts.InputContext(2, 1, 4)
 X, Y = torch.arange(4.0), torch.ones(4)

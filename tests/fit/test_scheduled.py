@@ -5,7 +5,7 @@ import types
 import pytest
 
 import torchstrategy as ts
-from torchstrategy.fit.scheduled import ScheduledSteps
+from torchstrategy.fit.cluster_steps import ScheduledSteps
 
 
 class Coordinator:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.fit.input_data import Examples, Frame
-from torchstrategy.fit.validation_split import split_arrays
+from torchstrategy.fit.validation import split_arrays
 
 
 @pytest.mark.parametrize(

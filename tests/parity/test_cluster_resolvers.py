@@ -17,7 +17,7 @@ import pytest
 import torchstrategy as ts
 from tests.parity.driver import EXCEPTIONS
 from torchstrategy.cluster_resolver import multi_worker_util
-from torchstrategy.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from torchstrategy.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
 
 HERE = Path(__file__).parent
 DIFFERENCES_PATH = HERE.parents[1] / "docs" / "differences.md"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchstrategy as ts
 from tests import programs
-from torchstrategy.replicas import host_memory, host_places
+from torchstrategy.replicas import host_memory, host_states
 
 DOUBLE = torch.float64
 EXACT = 1e-10
@@ -195,12 +195,12 @@ def exchange(kind: str, devices: list[str] | None, variant: str) -> list[list[fl
 
 def with_copies(*args: Any, **kwargs: Any) -> list[list[float]]:
     """Train as if no replica could read the host's memory, as GPUs can't."""
-    plain = host_places._can_read
-    host_places._can_read = lambda device, memory: False
+    plain = host_states._can_read
+    host_states._can_read = lambda device, memory: False
     try:
         return train(*args, **kwargs)
     finally:
-        host_places._can_read = plain
+        host_states._can_read = plain
 
 
 def without_views(*args: Any, **kwargs: Any) -> list[list[float]]:

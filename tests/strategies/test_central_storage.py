@@ -194,7 +194,7 @@ def test_optimizer_and_model_pickle_as_plain_ones(tmp_path):
                                      "hook before", "hook after", "hook after, copies", "sam"])  # fmt: skip
 def test_memory_that_is_exchanged_and_other_tensors_that_are_written(variant, monkeypatch):
     if "copies" in variant:
-        monkeypatch.setattr("torchstrategy.replicas.host_places._can_read", lambda device, memory: False)
+        monkeypatch.setattr("torchstrategy.replicas.host_states._can_read", lambda device, memory: False)
     expected = programs.exchange("mirrored", cpu_devices(2), variant)
     assert largest_difference(expected, programs.exchange("central", cpu_devices(2), variant)) <= EXACT
 

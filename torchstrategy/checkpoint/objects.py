@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.checkpoint.plain import no_shape_message, to_plain
-from torchstrategy.checkpoint.tracked import Plan, Tracked, TrackedTensor, TrackedVariable, check_tensor
+from torchstrategy.checkpoint.tracked import (
+    Plan,
+    Tracked,
+    TrackedTensor,
+    TrackedVariable,
+    check_tensor,
+    no_shape_message,
+    to_plain,
+)
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState

@@ -16,6 +16,7 @@ from torchstrategy.cli.host_checks import (
     check_open_files,
     check_patches,
     check_shared_memory,
+    check_tpus,
     check_versions,
 )
 from torchstrategy.cli.job_checks import (
@@ -27,7 +28,6 @@ from torchstrategy.cli.job_checks import (
 )
 from torchstrategy.cli.network_checks import check_host_name, check_interface_settings, check_proxies
 from torchstrategy.cli.report import Finding, as_json, as_text, has_failed
-from torchstrategy.cli.tpu_checks import check_tpus
 
 __all__ = ["add_arguments", "examine", "run"]
 

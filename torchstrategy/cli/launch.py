@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from torchstrategy.cli import failures, worker
+from torchstrategy.cli import elastic, worker
 from torchstrategy.cli.elastic import BACKEND, Agreement, WorkerEnvironments, tf_config
 from torchstrategy.cli.host import num_usable_cores
 from torchstrategy.cli.signals import SignalReceived, until_signal
@@ -127,7 +127,7 @@ def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
             logs_specs=WorkerEnvironments(
                 agreement,
                 folder,
-                lambda attempt, files: _say(failures.describe_restart(attempt, files, last_error)),
+                lambda attempt, files: _say(elastic.describe_restart(attempt, files, last_error)),
             ),
         )
         kind = "-m" if options.module else "--"
@@ -137,8 +137,8 @@ def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
         try:
             until_signal(lambda: elastic_launch(config, sys.executable)(*command))
         except ChildFailedError as error:
-            _say(failures.describe(error.failures))
-            return failures.exit_status(error.failures)
+            _say(elastic.describe(error.failures))
+            return elastic.exit_status(error.failures)
         except RendezvousError as error:
             _say(f"the launchers did not meet at {endpoint}: {_why_not_met(error)}")
             return 1

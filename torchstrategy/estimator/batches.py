@@ -11,7 +11,7 @@ from torchstrategy.base.log import logger
 from torchstrategy.base.values import get_shares, select_replica
 from torchstrategy.data.distribute import distribute_from_function
 from torchstrategy.estimator.building import Definition
-from torchstrategy.estimator.input_fn import as_dataset, call_input_fn, parse_element
+from torchstrategy.estimator.model_fn import as_dataset, call_input_fn, parse_element
 from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.strategies.default import DefaultStrategy
 from torchstrategy.strategies.strategy import Strategy

@@ -2,31 +2,126 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import index_path
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.errors import DataLossError, NotFoundError
-from torchstrategy.estimator.global_step import GLOBAL_STEP, as_current, make_global_step
 from torchstrategy.estimator.model_fn import call_model_fn
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
-from torchstrategy.estimator.train_ops import TrainOps
-from torchstrategy.estimator.variables import MODEL
+from torchstrategy.estimator.variables import (
+    GLOBAL_STEP,
+    MODEL,
+    OPTIMIZER,
+    VARIABLE_NAMES,
+    OptimizerNames,
+    as_current,
+    make_global_step,
+)
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["Built", "Definition", "build", "build_restored", "plain_strategy", "restore"]
+__all__ = ["Built", "Definition", "TrainOps", "build", "build_restored", "plain_strategy", "restore", "seeded"]
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Let torch's random numbers begin at a seed inside, and go on as before after it; ``None`` changes nothing."""
+    if seed is None:
+        yield
+        return
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+class TrainOps:
+    """The elements of a spec's ``train_op``.
+
+    Args:
+        ops: optimizers, schedulers, at most one gradient scaler, and functions without arguments.
+        module: the model.
+
+    Raises:
+        ValueError: there are several gradient scalers.
+        TypeError: a scheduler needs the loss.
+    """
+
+    def __init__(self, ops: Sequence[Any], module: nn.Module) -> None:
+        self._module = module
+        self.optimizers = [op for op in ops if isinstance(op, Optimizer)]
+        self._schedulers = [op for op in ops if isinstance(op, LRScheduler)]
+        scalers = [op for op in ops if isinstance(op, torch.amp.GradScaler)]
+        if len(scalers) > 1:
+            raise ValueError(f"train_op holds {len(scalers)} gradient scalers. One scales the loss for all optimizers.")
+        if any(isinstance(op, ReduceLROnPlateau) for op in ops):
+            raise TypeError(
+                "train_op holds a ReduceLROnPlateau, whose step needs a metric. Call its step in a hook: in "
+                "SessionRunHook.after_run or a saving listener."
+            )
+        own = {id(p) for p in bodies(module)[0].parameters()}
+        trained = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        if own and not own & trained:
+            logger.warning(
+                "No optimizer in train_op has parameters of EstimatorSpec(module=): training will not change the "
+                "module. Give the optimizer module.parameters()."
+            )
+        self._scaler = scalers[0] if scalers else None
+        self._in_turn = [op for op in ops if not isinstance(op, (LRScheduler, torch.amp.GradScaler))]
+
+    def apply(self, loss: Tensor) -> None:
+        """Compute the gradients of a replica's share of the loss and update the parameters. Replica context only."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        if self._scaler is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if len(self._in_turn) > len(self.optimizers):  # a function, such as one that clips, sees true gradients
+                for optimizer in self.optimizers:
+                    self._scaler.unscale_(optimizer)
+        for op in self._in_turn:
+            if not isinstance(op, Optimizer):
+                op()
+            elif self._scaler is None:
+                op.step()
+            else:
+                self._scaler.step(op)
+        if self._scaler is not None:
+            self._scaler.update()
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def saved(self) -> dict[str, Any]:
+        """Return what belongs in a checkpoint, by names."""
+        parts: dict[str, Any] = {VARIABLE_NAMES: OptimizerNames(self._module, self.optimizers)}
+        for i, optimizer in enumerate(self.optimizers):
+            parts[_numbered(OPTIMIZER, i)] = optimizer
+        for i, scheduler in enumerate(self._schedulers):
+            parts[_numbered("scheduler", i)] = scheduler
+        if self._scaler is not None:
+            parts["scaler"] = self._scaler
+        return parts
+
+
+def _numbered(name: str, i: int) -> str:
+    return f"{name}_{i}" if i else name
 
 
 class Definition(NamedTuple):

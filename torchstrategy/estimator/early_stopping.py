@@ -19,8 +19,13 @@ from typing_extensions import override
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
-from torchstrategy.estimator.hook_targets import check_estimator, is_asynchronous
-from torchstrategy.estimator.hooks import SessionRunContext, SessionRunHook, SessionRunValues
+from torchstrategy.estimator.hooks import (
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    check_estimator,
+    is_asynchronous,
+)
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
 from torchstrategy.estimator.timers import SecondOrStepTimer
 from torchstrategy.replicas.variables import Variable

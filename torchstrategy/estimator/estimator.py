@@ -11,10 +11,9 @@ from typing import Any
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.errors import NotFoundError
-from torchstrategy.estimator import evaluation, prediction, training
+from torchstrategy.estimator import evaluation, training
 from torchstrategy.estimator.building import Definition
-from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook
-from torchstrategy.estimator.log_values import show_value
+from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook, show_value
 from torchstrategy.estimator.model_fn import call_model_fn, verify_model_fn_args
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.saved_model import export_saved_model
@@ -223,7 +222,7 @@ class Estimator:
             NotFoundError: there is no such checkpoint, or it is of another model.
         """
         path = None if checkpoint_path is None else os.fspath(checkpoint_path)
-        yield from prediction.predict_with_model(
+        yield from evaluation.predict_with_model(
             self._definition(),
             input_fn,
             path,

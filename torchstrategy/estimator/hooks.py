@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from torchstrategy.base.tree import map_leaves
-from torchstrategy.estimator.global_step import as_current
+from torchstrategy.estimator.run_config import RunConfig
+from torchstrategy.estimator.variables import as_current
 from torchstrategy.replicas.variables import Variable
+
+if TYPE_CHECKING:
+    from torchstrategy.strategies.strategy import Strategy
 
 __all__ = [
     "CheckpointSaverListener",
@@ -23,8 +30,44 @@ __all__ = [
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
+    "check_estimator",
+    "is_asynchronous",
     "resolve_fetches",
+    "show_value",
 ]
+
+
+def show_value(value: Any) -> str:
+    """Return a value as text; floats with the digits that float32 has, which is what they come from.
+
+    Args:
+        value: a number, a tensor, an array, or anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()
+    elif isinstance(value, float) and (not math.isfinite(value) or abs(value) <= torch.finfo(torch.float32).max):
+        value = np.float32(value)
+    with np.printoptions(suppress=True):
+        return str(value)
+
+
+def is_asynchronous(strategy: Strategy) -> bool:
+    """Say whether each process of a strategy trains at its own pace with shared variables."""
+    return strategy.extended.experimental_between_graph and strategy.workers is None
+
+
+def check_estimator(estimator: Any) -> None:
+    """Check that what hooks are made for is an ``Estimator``, by what it has: its class uses hooks itself.
+
+    Raises:
+        TypeError: it is not.
+    """
+    is_estimator = isinstance(getattr(estimator, "config", None), RunConfig) and callable(
+        getattr(estimator, "eval_dir", None)
+    )
+    if not is_estimator:
+        raise TypeError(f"`estimator` must have type `ts.estimator.Estimator`. Received: {estimator!r}")
 
 
 @dataclasses.dataclass(frozen=True)

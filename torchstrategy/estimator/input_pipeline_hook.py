@@ -11,8 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
-from torchstrategy.estimator.hook_targets import check_estimator, is_asynchronous
-from torchstrategy.estimator.hooks import SessionRunHook
+from torchstrategy.estimator.hooks import SessionRunHook, check_estimator, is_asynchronous
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.specs import ModeKeys
 

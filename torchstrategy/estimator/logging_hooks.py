@@ -1,22 +1,47 @@
-"""Hooks that log: values at some steps, and how fast the training is."""
+"""Hooks that log: values at some steps, and how fast the training is.
+
+TensorBoard reads the files of a folder one after another and never goes back, so hooks must share one.
+"""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from torchstrategy.base.log import logger
-from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchstrategy.estimator.log_values import show_value
+from torchstrategy.base.log import info_once, logger
+from torchstrategy.estimator.hooks import (
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    show_value,
+)
 from torchstrategy.estimator.session import Session
-from torchstrategy.estimator.summary_files import open_writer
 from torchstrategy.estimator.timers import SecondOrStepTimer
-from torchstrategy.summary import SummaryWriter, scalar
+from torchstrategy.summary import SummaryWriter, create_file_writer, create_noop_writer, scalar
 
-__all__ = ["LoggingTensorHook", "StepCounterHook", "name_fetches"]
+__all__ = ["LoggingTensorHook", "StepCounterHook", "name_fetches", "open_writer"]
+
+#: Writers by folder. Their files are closed when the last hook has given them up.
+_writers: weakref.WeakValueDictionary[str, SummaryWriter] = weakref.WeakValueDictionary()
+
+
+def open_writer(folder: str | os.PathLike[str]) -> SummaryWriter:
+    """Return the writer for a folder; one that writes nothing if TensorBoard is not installed."""
+    path = os.path.realpath(folder)
+    writer = _writers.get(path)
+    if writer is None:
+        try:
+            writer = create_file_writer(folder)
+        except ImportError:
+            info_once("No summaries are written, because TensorBoard is not installed.")
+            return create_noop_writer()
+        _writers[path] = writer
+    return writer
 
 
 class LoggingTensorHook(SessionRunHook):

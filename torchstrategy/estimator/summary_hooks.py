@@ -11,8 +11,7 @@ from typing_extensions import override
 from torchstrategy.base.labels import make_profiler
 from torchstrategy.base.log import logger
 from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchstrategy.estimator.logging_hooks import name_fetches
-from torchstrategy.estimator.summary_files import open_writer
+from torchstrategy.estimator.logging_hooks import name_fetches, open_writer
 from torchstrategy.estimator.timers import SecondOrStepTimer
 from torchstrategy.summary import SummaryWriter, scalar
 

@@ -14,14 +14,13 @@ from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.batches import open_batches
-from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore
+from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore, seeded
 from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook
 from torchstrategy.estimator.input_pipeline_hook import CheckpointInputPipelineHook
 from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
 from torchstrategy.estimator.loop import reporting_failures, run_steps
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.saver_hook import CheckpointSaverHook
-from torchstrategy.estimator.seeding import seeded
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.estimator.steps import StepResult, compute_loss, detached, is_first_here, mean

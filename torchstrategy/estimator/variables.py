@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchstrategy.base.context import set_within
+from torchstrategy.base.options import VariableAggregation
 from torchstrategy.checkpoint.atomic import checkpoint_file, read_checkpoint
-from torchstrategy.estimator.global_step import GLOBAL_STEP
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.variables import Variable
 
 __all__ = [
+    "GLOBAL_STEP",
     "MODEL",
     "OPTIMIZER",
     "VARIABLE_NAMES",
     "OptimizerNames",
     "as_array",
+    "as_current",
+    "current_global_step",
     "load_global_step",
     "load_variables",
+    "make_global_step",
     "named_buffers",
     "named_parameters",
 ]
+
+GLOBAL_STEP = "global_step"
+
+_current: ContextVar[Variable | None] = ContextVar("torchstrategy_global_step", default=None)
+
+
+def make_global_step() -> Variable:
+    """Return a new global step, which is 0. It belongs in the scope of the training's strategy."""
+    first = VariableAggregation.ONLY_FIRST_REPLICA
+    return Variable(0, trainable=False, name=GLOBAL_STEP, dtype=torch.int64, aggregation=first)
+
+
+def current_global_step() -> Variable | None:
+    """Return the global step of the train, evaluate or predict that is running here, or ``None``."""
+    return _current.get()
+
+
+def as_current(global_step: Variable) -> AbstractContextManager[None]:
+    """Make a global step the current one."""
+    return set_within(_current, global_step)
+
 
 #: Names of the objects in a checkpoint.
 MODEL = "model"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["dump_objects", "load_objects"]

@@ -2,10 +2,135 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DataArguments", "named_arguments", "shown_type", "validation_arguments"]
+import numpy as np
+import torch
+
+from torchstrategy import errors
+from torchstrategy.base.context import current_frame
+from torchstrategy.base.log import logger
+
+__all__ = [
+    "COUNTS",
+    "DataArguments",
+    "check_context",
+    "check_counts",
+    "check_flag",
+    "named_arguments",
+    "parse_amp",
+    "parse_count",
+    "parse_jit",
+    "shown_type",
+    "validation_arguments",
+    "warn_of_nan",
+]
+
+
+def check_context(strategy: Any, methods: str) -> None:
+    """Refuse calls in replica context or in another strategy's scope.
+
+    Args:
+        strategy: the model's.
+        methods: what is called, for the message.
+
+    Raises:
+        RuntimeError: it is such a call.
+    """
+    frame = current_frame()
+    if frame is None:
+        return
+    if frame.replica_context is not None:
+        raise RuntimeError(
+            f"A model's {methods} must be called outside of strategy.run: they run steps on all replicas themselves. "
+            "Here they were called by a function that run calls."
+        )
+    if frame.strategy is not strategy:
+        raise RuntimeError(
+            f"A model's {methods} were called in the scope of a {type(frame.strategy).__name__}, but the model was "
+            f"made under another strategy, a {type(strategy).__name__}. Make the model inside "
+            "`with strategy.scope():`, or leave the scope."
+        )
+
+
+def check_counts(method: str, **counts: Any) -> None:
+    """Check numbers of epochs and batches; ``None`` is one too.
+
+    Raises:
+        InvalidArgumentError: one is no positive integer.
+    """
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1):
+            raise errors.InvalidArgumentError(f"{method}({name}=...) must be a positive integer. Received: {value!r}")
+
+
+def warn_of_nan(logs: Mapping[str, Any], epoch: int, before: Mapping[str, Any] | None) -> None:
+    """Say that a loss is not finite any more, once.
+
+    Args:
+        logs: of an epoch.
+        epoch: its number.
+        before: the logs of the epoch before.
+    """
+    loss = logs.get("loss")
+    if isinstance(loss, float) and not math.isfinite(loss) and math.isfinite((before or {}).get("loss", 0.0)):
+        logger.warning(
+            f"fit: the loss of epoch {epoch + 1} is {loss}. Try a smaller learning rate, look for nan or inf in x and "
+            "y, or clip gradients (Model.clip_gradients). ts.callbacks.TerminateOnNaN() ends the training at once."
+        )
+
+
+#: Arguments that are numbers of batches.
+COUNTS = ("steps_per_execution", "gradient_accumulation_steps")
+
+#: Names of torch's and of Keras' mixed precision -> dtype of the forward pass.
+_AMP = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "mixed_bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "mixed_float16": torch.float16,
+}
+
+
+def parse_count(name: str, value: Any) -> int:
+    """Return a number of batches; Keras' default for gradient accumulation is ``None``."""
+    if value is None and name == "gradient_accumulation_steps":
+        return 1
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"compile({name}=...) must be a positive integer. Received: {value!r}")
+    return int(value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"compile({name}=...) must be True or False. Received: {value!r}")
+
+
+def parse_amp(amp: Any) -> torch.dtype | None:
+    """Return what forward passes compute in; ``None`` is the parameters' dtype."""
+    if amp is None or amp is False:
+        return None
+    dtype = _AMP.get(amp) if isinstance(amp, str) else amp
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"compile(amp=...) must be 'bf16', 'fp16' or None. Received: {amp!r}")
+    return dtype
+
+
+def parse_jit(jit_compile: Any) -> bool:
+    """Return whether the model is compiled by ``torch.compile``."""
+    if jit_compile == "auto" or jit_compile is None:
+        return False
+    if not isinstance(jit_compile, bool):
+        raise TypeError(f"compile(jit_compile=...) must be True, False or 'auto'. Received: {jit_compile!r}")
+    if jit_compile:
+        logger.info("compile(jit_compile=True): the model is compiled by torch.compile in the second step.")
+    return jit_compile
 
 
 @dataclass(frozen=True)

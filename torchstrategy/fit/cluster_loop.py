@@ -20,12 +20,17 @@ from torchstrategy.base.log import logger
 from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.fit.arguments import DataArguments, named_arguments
 from torchstrategy.fit.callbacks.callback_list import CallbackList
-from torchstrategy.fit.cluster_steps import WorkerSteps, forget_worker_steps, named_outputs, worker_steps
-from torchstrategy.fit.dataset_creator import DatasetCreator
-from torchstrategy.fit.inputs import Batches, make_batches
+from torchstrategy.fit.cluster_steps import (
+    Coordinator,
+    ScheduledSteps,
+    WorkerSteps,
+    forget_worker_steps,
+    named_outputs,
+    worker_steps,
+)
+from torchstrategy.fit.inputs import Batches, DatasetCreator, make_batches
 from torchstrategy.fit.loop import Loop
 from torchstrategy.fit.modes import Evaluating
-from torchstrategy.fit.scheduled import Coordinator, ScheduledSteps
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 
 __all__ = ["ClusterLoop"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.checkpoint.tracked import to_plain
+from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
+from torchstrategy.fit.modes import Evaluating
 from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import unrecorded
 
-__all__ = ["copy_module", "example_of", "is_described", "map_described"]
+__all__ = ["copy_module", "example_of", "initialise_lazy_layers", "is_described", "map_described"]
+
+
+def initialise_lazy_layers(model: nn.Module, strategy: Any, batch: Any) -> None:
+    """Call a model that has parameters without a shape once, so that they get one.
+
+    Replicas get copies of the parameters, which must exist by then.
+
+    Args:
+        model: the model.
+        strategy: its strategy.
+        batch: of a distributed dataset.
+    """
+    if any(is_lazy(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())):
+        x = unpack_x_y_sample_weight(strategy.experimental_local_results(batch)[0])[0]
+        with Evaluating(model):
+            model(x)
 
 
 def copy_module(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:

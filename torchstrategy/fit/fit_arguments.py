@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchstrategy.fit.checks import check_counts
+from torchstrategy.fit.arguments import check_counts
 from torchstrategy.fit.validation import check_frequency
 
 __all__ = ["FitArguments"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.options import InputOptions
 from torchstrategy.data.agreement import known_length
 from torchstrategy.data.checks import note_small_batch
+from torchstrategy.data.context import InputContext
 from torchstrategy.data.dataset import DistributedDataset
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.loader import has_index_batches
@@ -26,13 +27,59 @@ from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.sources import WholeBatches
 from torchstrategy.fit.arguments import DataArguments, named_arguments, shown_type, validation_arguments
-from torchstrategy.fit.array_source import ArraySource
-from torchstrategy.fit.arrays import Arrays, is_array, make_arrays
+from torchstrategy.fit.arrays import Arrays, ArraySource, is_array, make_arrays
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.fit.dataset_creator import DatasetCreator
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["DEFAULT_BATCH_SIZE", "Batches", "make_batches", "unpack_validation_data", "unpack_x_y_sample_weight"]
+__all__ = [
+    "DEFAULT_BATCH_SIZE",
+    "Batches",
+    "DatasetCreator",
+    "make_batches",
+    "unpack_validation_data",
+    "unpack_x_y_sample_weight",
+]
+
+
+class DatasetCreator:
+    """Lets ``fit``, ``evaluate`` and ``predict`` make their dataset by a function, once for each input pipeline.
+
+    The function is called as ``strategy.distribute_datasets_from_function`` calls it, so its batches are those of one
+    replica. Its datasets have no length that all processes know.
+
+    Args:
+        dataset_fn: takes a ``ts.InputContext`` and returns a ``DataLoader``, a ``ts.data.Dataset`` or another iterable
+            of one replica's batches: ``context.get_per_replica_batch_size(global_batch_size)`` examples each.
+        input_options: how elements are moved to the devices; ``None`` means the defaults.
+
+    Raises:
+        TypeError: ``dataset_fn`` is no function, or ``input_options`` are no ``ts.InputOptions``.
+
+    Example:
+        >>> def dataset_fn(context):
+        ...     size = context.get_per_replica_batch_size(4)
+        ...     dataset = ts.data.Dataset.from_tensor_slices((torch.ones(8, 1), torch.ones(8, 1)))
+        ...     return dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(size)
+        >>> creator = ts.utils.DatasetCreator(dataset_fn)
+        >>> len(list(creator(ts.InputContext())))
+        2
+    """
+
+    def __init__(self, dataset_fn: Callable[[InputContext], Any], input_options: InputOptions | None = None) -> None:
+        if not callable(dataset_fn):
+            raise TypeError(
+                "dataset_fn must be a function that takes a ts.InputContext and returns a dataset. Received: "
+                f"{dataset_fn!r:.100}"
+            )
+        if input_options is not None and not isinstance(input_options, InputOptions):
+            raise TypeError(f"input_options must be a ts.InputOptions. Received: {input_options!r:.100}")
+        self.dataset_fn = dataset_fn
+        self.input_options = input_options
+
+    def __call__(self, context: InputContext) -> Any:
+        """Return the dataset of one input pipeline."""
+        return self.dataset_fn(context)
+
 
 #: Examples of a batch of arrays, as in Keras.
 DEFAULT_BATCH_SIZE = 32

@@ -16,8 +16,7 @@ from torch import Tensor
 from torchstrategy import errors, losses
 from torchstrategy.fit import label_checks
 from torchstrategy.fit.label_checks import shape_of
-from torchstrategy.losses.arguments import as_tensor
-from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.loss import Loss, Reduction, as_tensor
 from torchstrategy.losses.names import CLASSES
 
 __all__ = [

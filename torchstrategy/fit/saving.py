@@ -19,8 +19,8 @@ from torchstrategy.base.context import has_strategy
 from torchstrategy.checkpoint.agreement import agree_on_restore
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object
-from torchstrategy.checkpoint.plain import to_plain
 from torchstrategy.checkpoint.spilling import spilled_to
+from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.architecture import dump_objects, load_objects
 from torchstrategy.fit.trainer import Trainer, trainer_of
 from torchstrategy.fit.weight_files import (

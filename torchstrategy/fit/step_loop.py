@@ -14,10 +14,10 @@ import torch
 
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
+from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
-from torchstrategy.fit.checks import check_context
-from torchstrategy.fit.lazy_layers import initialise_lazy_layers
+from torchstrategy.fit.example import initialise_lazy_layers
 from torchstrategy.fit.logs import BatchLogs
 from torchstrategy.fit.steps import StepState, Windows, mark_windows, run_windows
 from torchstrategy.fit.trainer import trainer_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchstrategy.fit.callbacks.output import print_line
+from torchstrategy.fit.callbacks.progress import print_line
 from torchstrategy.fit.calling import call_arguments
 from torchstrategy.fit.example import copy_module, example_of
 from torchstrategy.fit.trainer import is_metric, trainer_of

@@ -24,7 +24,7 @@ from torchstrategy.fit.loss_parts import (
     one_for_each_example,
     predictions_of,
 )
-from torchstrategy.losses.arguments import as_tensor
+from torchstrategy.losses.loss import as_tensor
 from torchstrategy.replicas.mirrored import resolve
 
 __all__ = ["TorchLoss", "is_torch_function"]

@@ -13,8 +13,8 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy, in_cross_replica_context
 from torchstrategy.base.devices import tensor_device
 from torchstrategy.base.values import get_shares
+from torchstrategy.fit.arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.fit.compile_arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.fit.logs import to_number
 from torchstrategy.fit.position import FitPosition
 from torchstrategy.fit.steps import Windows, current_step, sum_divisors

@@ -26,14 +26,13 @@ from torchstrategy.collectives.packing import in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError
 from torchstrategy.gradients.buckets import OPERATION, sum_in_buckets
-from torchstrategy.gradients.comparison import compare_between_ranks
 from torchstrategy.gradients.dense import DenseSums
 from torchstrategy.gradients.early import EarlyReport, EarlySums
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
 from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
-from torchstrategy.gradients.sync_check import names_of
+from torchstrategy.gradients.sync_check import compare_between_ranks, names_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.hyper_parameters import check_rows, hyper_parameters

@@ -12,8 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchstrategy import errors
-from torchstrategy.losses.arguments import EPSILON, as_pair, as_tensor, check_labels_come_first, clip, predictions
-from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.loss import (
+    EPSILON,
+    Loss,
+    Reduction,
+    as_pair,
+    as_tensor,
+    check_labels_come_first,
+    clip,
+    predictions,
+)
 
 __all__ = [
     "BinaryCrossentropy",

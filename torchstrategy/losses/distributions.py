@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.losses.arguments import EPSILON, as_pair, check_labels_come_first, clip
-from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.loss import EPSILON, Loss, Reduction, as_pair, check_labels_come_first, clip
 
 __all__ = ["KLDivergence", "Poisson", "kl_divergence", "poisson"]
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.losses.arguments import as_pair, check_labels_come_first
-from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.loss import Loss, Reduction, as_pair, check_labels_come_first
 
 __all__ = ["CategoricalHinge", "Hinge", "SquaredHinge", "categorical_hinge", "hinge", "squared_hinge"]
 

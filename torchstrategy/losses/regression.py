@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstrategy.losses.arguments import EPSILON, as_pair, check_labels_come_first
-from torchstrategy.losses.loss import Loss, Reduction
+from torchstrategy.losses.loss import EPSILON, Loss, Reduction, as_pair, check_labels_come_first
 
 __all__ = [
     "CosineSimilarity",

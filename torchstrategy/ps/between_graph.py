@@ -26,8 +26,7 @@ from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.gradients.hooks import install
 from torchstrategy.ps.bindings import Kind
 from torchstrategy.ps.served import Served, make_served
-from torchstrategy.ps.shared_updates import SharedStep, push_steps
-from torchstrategy.ps.shared_variable import SharedVariable
+from torchstrategy.ps.shared_updates import SharedStep, SharedVariable, push_steps
 from torchstrategy.ps.sharing import SharedValues
 from torchstrategy.ps.sharing_client import SharingClient, SharingLink, connect, finish
 from torchstrategy.ps.transport.addresses import is_loopback, split_address

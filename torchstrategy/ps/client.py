@@ -16,12 +16,10 @@ from torch import Tensor
 
 from torchstrategy.base.labels import label
 from torchstrategy.errors import UnavailableError
-from torchstrategy.ps.layout import VariableSpec
+from torchstrategy.ps.layout import Place, Requests, VariableSpec, add_sparse, by_part
 from torchstrategy.ps.optimizer_states import JoinedState, cut_state, pack_state, unpack_state
-from torchstrategy.ps.requests import Place, Requests, add_sparse, by_part
 from torchstrategy.ps.store import check_divisor, check_rows, check_value, copy_bytes
-from torchstrategy.ps.transport.memory import BufferPool
-from torchstrategy.ps.transport.messages import Header, Message
+from torchstrategy.ps.transport.messages import BufferPool, Header, Message
 
 if TYPE_CHECKING:
     from torchstrategy.ps.links import ServerLink

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.errors import InvalidArgumentError, NotFoundError, UnimplementedError
-from torchstrategy.ps.optimizer_probes import accepts_gradients, refuse_coupling
+from torchstrategy.ps.optimizer_states import accepts_gradients, refuse_coupling
 from torchstrategy.ps.store import Key, ParameterStore, StoredPart, check_rows, check_value
 
 __all__ = ["Definition", "Gradient", "ServedOptimizer", "attributes_of", "refuse_closures"]

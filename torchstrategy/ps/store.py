@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.errors import InvalidArgumentError, NotFoundError
-from torchstrategy.ps.transport.memory import BufferPool
+from torchstrategy.ps.transport.messages import BufferPool
 
 __all__ = [
     "SCATTER_METHODS",

@@ -17,11 +17,18 @@ from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
 from torchstrategy.patches import keep_freed_memory
-from torchstrategy.replicas.caller_modes import CallerModes, on_device, refuse_modes
 from torchstrategy.replicas.clone import ReplicaSet, Slot
 from torchstrategy.replicas.divergence import DivergenceCheck, differences_between_copies
 from torchstrategy.replicas.edits import OutsideEdits
-from torchstrategy.replicas.hosting import Hosting, one_thread, take_initial_values, take_new
+from torchstrategy.replicas.hosting import (
+    CallerModes,
+    Hosting,
+    on_device,
+    one_thread,
+    refuse_modes,
+    take_initial_values,
+    take_new,
+)
 from torchstrategy.replicas.hyper_parameters import check_copies
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record

@@ -20,9 +20,8 @@ from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
 from torchstrategy.collectives.joining import devices_of_process, join
 from torchstrategy.gradients.host_updates import HostUpdater, step_on_host
-from torchstrategy.replicas.aggregating import AggregatingVariable
 from torchstrategy.replicas.host_memory import HostMemory
-from torchstrategy.replicas.on_read import make_variable
+from torchstrategy.replicas.on_read import AggregatingVariable, make_variable
 from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.strategy import Strategy

@@ -40,8 +40,7 @@ from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
 from torchstrategy.strategies.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
-from torchstrategy.strategies.replicating import take_in
-from torchstrategy.strategies.scope import Scope
+from torchstrategy.strategies.scope import Scope, take_in
 
 __all__ = ["Strategy"]
 

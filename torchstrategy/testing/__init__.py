@@ -12,8 +12,7 @@ from torchstrategy.base import later
 if typing.TYPE_CHECKING:
     from torchstrategy.testing.cluster import LocalCluster
     from torchstrategy.testing.processes import Outcome, ProcessPool, RemoteError, run_in_processes
-    from torchstrategy.testing.verification.api import verify_replication
-    from torchstrategy.testing.verification.report import VerificationReport
+    from torchstrategy.testing.verification.api import VerificationReport, verify_replication
 
 __all__ = [
     "LocalCluster",
@@ -30,7 +29,7 @@ _HOMES = {
     "Outcome": "torchstrategy.testing.processes",
     "ProcessPool": "torchstrategy.testing.processes",
     "RemoteError": "torchstrategy.testing.processes",
-    "VerificationReport": "torchstrategy.testing.verification.report",
+    "VerificationReport": "torchstrategy.testing.verification.api",
     "run_in_processes": "torchstrategy.testing.processes",
     "verify_replication": "torchstrategy.testing.verification.api",
 }

@@ -13,7 +13,7 @@ import torch._tensor_str
 
 from torchstrategy.tpu.protocols import AnyRegion
 from torchstrategy.tpu.refusals import describe_symbol, is_logged, refuse_collective, refuse_cut, refuse_printing
-from torchstrategy.xla.patches import CUTS, functions_to_refuse
+from torchstrategy.xla.kernels import CUTS, functions_to_refuse
 
 __all__ = ["allowed_calls", "current_region", "refused_calls"]
 

@@ -20,9 +20,8 @@ from torchstrategy.base.values import DistributedValues
 from torchstrategy.collectives.reductions import check_addable, check_joinable, mean_of_total
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
 from torchstrategy.replicas.adapters import trace_ends
-from torchstrategy.replicas.caller_modes import CallerModes
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.hosting import DirectHosting
+from torchstrategy.replicas.hosting import CallerModes, DirectHosting
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner
 from torchstrategy.tpu.context import SpmdReplicaContext
@@ -32,11 +31,10 @@ from torchstrategy.tpu.hosts import compare_programs, describe_program
 from torchstrategy.tpu.metrics import SpmdMetrics
 from torchstrategy.tpu.processes import send_to_device
 from torchstrategy.tpu.results import join_results
-from torchstrategy.tpu.state import ReplicaState
+from torchstrategy.tpu.state import Comparisons, ReplicaState, refuse_different
 from torchstrategy.tpu.steps import prepare_step
 from torchstrategy.tpu.trace import Trace
 from torchstrategy.tpu.turns import GroupTurns
-from torchstrategy.tpu.writes import Comparisons, refuse_different
 from torchstrategy.xla import graph
 from torchstrategy.xla.runtime import TpuRuntime
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchstrategy.estimator.feature_column.features import Features
-from torchstrategy.estimator.feature_column.strings import as_strings
+from torchstrategy.estimator.feature_column.features import Features, as_strings
 
 
 def ragged(*rows):

@@ -9,7 +9,8 @@ import pytest
 
 from tests.fit.callbacks.loops import Model, fit
 from torchstrategy.base import log
-from torchstrategy.callbacks import CallbackList, ProgbarLogger, output, progress
+from torchstrategy.callbacks import CallbackList, ProgbarLogger
+from torchstrategy.fit.callbacks import progress
 
 LOGS = [{"loss": 2.0, "val_loss": 1.0416e-4}, {"loss": 0.5, "val_loss": 0.0}]
 
@@ -25,7 +26,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch):
     stream = Terminal()
     # pytest puts its own sys.stdout in place after the fixtures.
-    monkeypatch.setattr(output, "sys", types.SimpleNamespace(stdout=stream, modules=sys.modules))
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stdout=stream, modules=sys.modules))
     return stream
 
 
@@ -143,7 +144,7 @@ def test_lines_of_others_stand_above_the_bar(terminal):
     callbacks = CallbackList(None, Model(), {"epochs": 1, "steps": 3}, verbose=1)
     callbacks.on_train_begin()
     callbacks.on_epoch_begin(0)
-    output.print_line("between")
+    progress.print_line("between")
     callbacks.on_train_batch_end(2, {})
     callbacks.on_epoch_end(0, {"loss": 1.0})
     callbacks.close()
@@ -249,26 +250,26 @@ def test_characters_that_cannot_be_encoded_are_replaced(monkeypatch, is_terminal
 def test_notebooks_get_bars(monkeypatch, capsys, widgets):
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None if widgets == "not there" else object())
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None if widgets == "not there" else object())
     made = []
 
     def widget(**arguments):
         if widgets == "too old":
             raise ImportError("IProgress not found")
         made.append(arguments)
-        return output._TextBar(file=sys.stdout, **arguments)
+        return progress._TextBar(file=sys.stdout, **arguments)
 
     monkeypatch.setitem(sys.modules, "tqdm.notebook", types.SimpleNamespace(tqdm=widget))
-    assert output.is_notebook()
+    assert progress.is_notebook()
     fit(None, LOGS[:1], verbose=1)
     assert bool(made) is (widgets == "there")
     assert "100%" in capsys.readouterr().out
 
 
 def test_a_program_is_no_notebook(monkeypatch):
-    assert not output.is_notebook()
+    assert not progress.is_notebook()
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
-    assert not output.is_notebook()
+    assert not progress.is_notebook()
 
 
 @pytest.mark.parametrize("verbose", [3, -1, "AUTO", None])
@@ -282,7 +283,7 @@ def test_a_bar_makes_way_for_a_line_of_the_log(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     handler = log._StderrHandler()
-    bar = output.make_bar(3, "Epoch 1/1")
+    bar = progress.make_bar(3, "Epoch 1/1")
     try:
         handler.emit(logging.makeLogRecord({"msg": "a line", "levelno": logging.INFO, "levelname": "INFO"}))
     finally:

@@ -9,8 +9,7 @@ from torch import nn
 import torchstrategy as ts
 from tests.fit.callbacks.loops import Model, fit
 from torchstrategy.callbacks import CallbackList, TensorBoard
-from torchstrategy.fit.callbacks.model_graph import model_graph
-from torchstrategy.fit.callbacks.profiling import parse_profile_batch
+from torchstrategy.fit.callbacks.tensorboard import model_graph, parse_profile_batch
 from torchstrategy.summary.writer import default_writer
 
 

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 from tests.fit.callbacks.loops import Model, fit
 from torchstrategy.callbacks import TorchLRScheduler
-from torchstrategy.checkpoint.plain import to_plain
+from torchstrategy.checkpoint.tracked import to_plain
 
 halving = functools.partial(lr_scheduler.ExponentialLR, gamma=0.5)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.coordinator import remote_value
+from torchstrategy.ps.coordinator import remote_value
 from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.remote_value import RemoteValue
 

@@ -1,6 +1,6 @@
 import threading
 
-from torchstrategy.ps.coordinator.timers import Timers
+from torchstrategy.ps.coordinator.watchdog import Timers
 
 
 def test_calls_come_in_the_order_of_their_time():

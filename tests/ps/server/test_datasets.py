@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy as ts
-from torchstrategy.ps.server.datasets import make_dataset, make_iterator
+from torchstrategy.ps.server.assignment import make_dataset, make_iterator
 
 
 class Indexable(torch.utils.data.Dataset):

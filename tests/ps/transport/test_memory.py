@@ -2,7 +2,7 @@ import gc
 
 import torch
 
-from torchstrategy.ps.transport.memory import BufferPool
+from torchstrategy.ps.transport.messages import BufferPool
 
 MIB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchstrategy.testing.verification.algebra import ratio
+from torchstrategy.testing.verification.deviations import ratio
 from torchstrategy.testing.verification.gradient_causes import gradient_causes
 from torchstrategy.testing.verification.records import Step, Update
 

@@ -16,9 +16,9 @@ from torchstrategy.data.pipeline.arguments import (
     parallel_calls,
 )
 from torchstrategy.data.pipeline.base import Pipeline
+from torchstrategy.data.pipeline.batches import PaddedStack
 from torchstrategy.data.pipeline.combining_ops import ConcatenateOp, InterleaveOp
 from torchstrategy.data.pipeline.op import SHARD_HINT
-from torchstrategy.data.pipeline.padding import PaddedStack
 from torchstrategy.errors import UnimplementedError
 
 __all__ = ["Transformations"]

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from torchstrategy.estimator.canned.checks import check_head
-from torchstrategy.estimator.canned.networks import BiasModule
+from torchstrategy.estimator.canned.networks import BiasModule, check_head
 from torchstrategy.estimator.canned.optimizers import make_factory
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.heads.base import Head

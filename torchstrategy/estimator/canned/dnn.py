@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.estimator.canned.checks import as_columns, check_features, check_head
-from torchstrategy.estimator.canned.networks import Dnn, SumModule
+from torchstrategy.estimator.canned.networks import Dnn, SumModule, as_columns, check_features, check_head
 from torchstrategy.estimator.canned.optimizers import make_factory
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.feature_column.base import FeatureColumn

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.estimator.canned.checks import as_columns, check_features, check_head
-from torchstrategy.estimator.canned.networks import Dnn, Linear, Network, SumModule
+from torchstrategy.estimator.canned.networks import (
+    Dnn,
+    Linear,
+    Network,
+    SumModule,
+    as_columns,
+    check_features,
+    check_head,
+)
 from torchstrategy.estimator.canned.optimizers import MakeTrainOps, as_list, make_factory
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.feature_column.base import FeatureColumn

@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchstrategy.estimator.canned.checks import as_columns, check_features, check_head
-from torchstrategy.estimator.canned.networks import Linear, SumModule
+from torchstrategy.estimator.canned.networks import Linear, SumModule, as_columns, check_features, check_head
 from torchstrategy.estimator.canned.optimizers import MakeTrainOps, make_factory
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.feature_column.base import FeatureColumn

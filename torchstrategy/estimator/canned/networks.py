@@ -13,12 +13,94 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchstrategy.estimator.canned.checks import check_features
-from torchstrategy.estimator.canned.summaries import write_layer, write_weights
+from torchstrategy import summary
 from torchstrategy.estimator.feature_column.base import FeatureColumn
 from torchstrategy.estimator.feature_column.layers import InputLayer, LinearLayer
+from torchstrategy.estimator.heads.base import Head
 
-__all__ = ["BiasModule", "Dnn", "Linear", "Network", "SumModule"]
+__all__ = [
+    "BiasModule",
+    "Dnn",
+    "Linear",
+    "Network",
+    "SumModule",
+    "as_columns",
+    "check_features",
+    "check_head",
+    "write_layer",
+    "write_weights",
+]
+
+
+def write_layer(tag: str, values: Tensor, module: nn.Module) -> None:
+    """Write which share of a layer's outputs is 0, and their histogram.
+
+    Args:
+        tag: the layer's name.
+        values: its outputs.
+        module: the model; summaries are written in training only.
+    """
+    if _wants_summaries(module):
+        summary.scalar(f"{tag}/fraction_of_zero_values", (values == 0).float().mean())
+        _write_histogram(f"{tag}/activation", values)
+
+
+def write_weights(bias: Tensor, weights: Iterable[Tensor], module: nn.Module) -> None:
+    """Write a linear model's bias, and which share of its weights is 0.
+
+    Args:
+        bias: ``[units]``.
+        weights: those of its columns.
+        module: the model; summaries are written in training only.
+    """
+    if _wants_summaries(module):
+        if len(bias) > 1:
+            _write_histogram("bias", bias)
+        else:
+            summary.scalar("bias", bias[0])
+        every = torch.cat([weight.detach().flatten() for weight in weights])
+        summary.scalar("fraction_of_zero_weights", (every == 0).float().mean())
+
+
+def _wants_summaries(module: nn.Module) -> bool:
+    has_step = summary.experimental.get_step() is not None  # a program's own default writer may have none
+    return module.training and has_step and summary.should_record_summaries()
+
+
+def _write_histogram(tag: str, values: Tensor) -> None:
+    values = values.detach()
+    finite = values[values.isfinite()]  # the loss tells of others
+    if finite.numel():
+        summary.histogram(tag, finite)
+
+
+def as_columns(columns: Iterable[FeatureColumn] | FeatureColumn | None) -> tuple[FeatureColumn, ...]:
+    """Return feature columns as a tuple; a single one will do."""
+    return (columns,) if isinstance(columns, FeatureColumn) else tuple(columns or ())
+
+
+def check_features(features: Any) -> None:
+    """Check that features are a dictionary.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if not isinstance(features, Mapping):
+        raise ValueError(
+            "features should be a dictionary of tensors by the keys of the feature columns. Let input_fn return pairs "
+            f"({{key: tensor, ...}}, labels). Received features of type {type(features).__name__}."
+        )
+
+
+def check_head(head: Any) -> None:
+    """Check that something is a head.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(head, Head):
+        raise TypeError(f"head must be a head, such as ts.estimator.RegressionHead(). Received: {head!r}")
+
 
 _MOMENTUM = 0.999  # of the moving averages: tf.estimator's, as Keras' 0.99 forgets too fast for rare features
 _EPSILON = 1e-3  # Keras'

@@ -4,6 +4,7 @@ from torchstrategy.estimator.feature_column.base import CategoricalColumn, Dense
 from torchstrategy.estimator.feature_column.categorical import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
+    weighted_categorical_column,
 )
 from torchstrategy.estimator.feature_column.crossed import crossed_column
 from torchstrategy.estimator.feature_column.embedding import embedding_column, indicator_column
@@ -13,7 +14,6 @@ from torchstrategy.estimator.feature_column.vocabulary import (
     categorical_column_with_vocabulary_file,
     categorical_column_with_vocabulary_list,
 )
-from torchstrategy.estimator.feature_column.weighted import weighted_categorical_column
 
 __all__ = [
     "CategoricalColumn",

@@ -21,8 +21,8 @@ from torchstrategy.estimator.feature_column.base import (
     as_count,
     variable_scope,
 )
+from torchstrategy.estimator.feature_column.embedding import check_combiner, combine_rows
 from torchstrategy.estimator.feature_column.features import Features
-from torchstrategy.estimator.feature_column.lookup import check_combiner, combine_rows
 
 __all__ = ["DenseFeatures", "InputLayer", "LinearLayer", "LinearModel"]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchstrategy import metrics as ts_metrics
-from torchstrategy.estimator.arguments import argument_names
 from torchstrategy.estimator.export_outputs import ExportOutput
 from torchstrategy.estimator.heads.checks import (
     as_logits,
@@ -19,6 +18,7 @@ from torchstrategy.estimator.heads.checks import (
     example_weights,
 )
 from torchstrategy.estimator.heads.keys import MetricKeys
+from torchstrategy.estimator.model_fn import argument_names
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.losses.loss import Reduction
 from torchstrategy.strategies.default import get_strategy

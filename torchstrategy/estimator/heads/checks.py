@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.estimator.arguments import argument_names
 from torchstrategy.estimator.feature_column.numeric import NumericColumn
+from torchstrategy.estimator.model_fn import argument_names
 from torchstrategy.losses.loss import Reduction
 
 __all__ = [

@@ -14,8 +14,7 @@ from typing_extensions import override
 from torchstrategy.estimator.export_outputs import ExportOutput, PredictOutput, RegressionOutput
 from torchstrategy.estimator.heads.base import Batch, Head, Rule, loss_mean, mean_of
 from torchstrategy.estimator.heads.checks import as_logits, label_tensor
-from torchstrategy.estimator.heads.keys import MetricKeys, PredictionKeys
-from torchstrategy.estimator.heads.prediction_keys import check_keys
+from torchstrategy.estimator.heads.keys import MetricKeys, PredictionKeys, check_keys
 from torchstrategy.losses.loss import Reduction
 
 __all__ = ["LogisticRegressionHead", "PoissonRegressionHead", "RegressionHead"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchstrategy.fit.callbacks.base import HOOKS, Callback
-from torchstrategy.fit.callbacks.hook_names import closest_hook
+from torchstrategy.fit.callbacks.callback_list import closest_hook
 
 __all__ = ["LambdaCallback"]
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchstrategy.base.log import warn_once
 from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.monitor import Goal, check_mode, find_goal
-from torchstrategy.fit.callbacks.output import print_line
+from torchstrategy.fit.callbacks.progress import print_line
 
 __all__ = ["FINISHED", "ModelCheckpoint"]
 

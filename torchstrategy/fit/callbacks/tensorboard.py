@@ -3,25 +3,152 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import operator
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx, nn, profiler
 from typing_extensions import override
 
+from torchstrategy.base.labels import make_profiler
 from torchstrategy.base.log import info_once, warning_once
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
 from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
-from torchstrategy.fit.callbacks.model_graph import model_graph
-from torchstrategy.fit.callbacks.profiling import BatchProfiler, parse_profile_batch
 from torchstrategy.fit.callbacks.rates import learning_rates
+from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import unrecorded
 from torchstrategy.summary import SummaryWriter, create_file_writer, histogram, scalar
 from torchstrategy.summary.writer import import_tensorboard
 
-__all__ = ["TensorBoard"]
+__all__ = ["BatchProfiler", "TensorBoard", "model_graph", "parse_profile_batch"]
+
+
+class BatchProfiler:
+    """Profiles the batches from one to another, once.
+
+    Args:
+        folder: where the trace goes.
+        batches: the first and the last batch, counted from 1; ``None`` for no profile.
+    """
+
+    def __init__(self, folder: str, batches: tuple[int, int] | None) -> None:
+        self._folder = folder
+        self._batches = batches
+        self._running: Any = None
+        self._done = False
+
+    def before(self, batch: int) -> None:
+        """Begin if it is time to, before a batch."""
+        if self._batches is None or self._done or batch < self._batches[0]:
+            return
+        if self._running is None:
+            handler = profiler.tensorboard_trace_handler(self._folder)
+            self._running = make_profiler(on_trace_ready=handler, record_shapes=True)
+            self._running.start()
+
+    def after(self, batch: int) -> None:
+        """End if it is time to, after a batch."""
+        if self._batches is not None and batch >= self._batches[1]:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write the trace, if one is being made."""
+        if self._running is not None:
+            self._running.stop()
+            self._running, self._done = None, True
+
+
+def parse_profile_batch(value: Any) -> tuple[int, int] | None:
+    """Return the first and last batch of Keras' argument ``profile_batch``; ``None`` for no profile.
+
+    Raises:
+        ValueError: it is no batch and no range of them.
+    """
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (tuple, list)) else [value]
+    try:
+        batches = [operator.index(int(part) if isinstance(part, str) else part) for part in parts]
+    except (TypeError, ValueError):
+        batches = []
+    if batches == [0]:
+        return None
+    if len(batches) in (1, 2) and 1 <= batches[0] <= batches[-1]:
+        return batches[0], batches[-1]
+    raise ValueError(
+        "TensorBoard(profile_batch=...) must be a batch, counted from 1, or the first and last one of several, such as "
+        f"(10, 20); 0 means no profile. Received: {value!r}"
+    )
+
+
+def model_graph(model: nn.Module) -> tuple[Any, Any] | None:
+    """Return a ``GraphDef`` and ``RunMetadata``, or ``None`` if the model's operations depend on its data.
+
+    Args:
+        model: the model. ``forward`` is called with stand-ins for tensors, on a copy that shares the model's tensors,
+            because it may keep what it gets.
+    """
+    from tensorboard.compat.proto.config_pb2 import RunMetadata  # noqa: PLC0415 - optional
+    from tensorboard.compat.proto.graph_pb2 import GraphDef  # noqa: PLC0415
+    from tensorboard.compat.proto.node_def_pb2 import NodeDef  # noqa: PLC0415
+
+    graph = _trace(_wrapped(bodies(model)[0]))
+    if graph is None:
+        return None
+    names: dict[fx.Node, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        names[node] = _free_name(_name(node), names)
+        inputs = [names[source] for source in node.all_input_nodes]
+        nodes.append(NodeDef(name=names[node], op=_operation(node), input=inputs))
+    return GraphDef(node=nodes), RunMetadata()
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    """Return the module that a ``ts.Model`` was made of, or the model itself."""
+    is_ours = type(model).forward.__module__.startswith(f"{__name__.split('.')[0]}.")
+    module = model._modules.get("module")
+    return module if is_ours and module is not None else model
+
+
+def _trace(model: nn.Module) -> fx.Graph | None:
+    tensors: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    try:
+        with unrecorded():
+            return fx.Tracer().trace(copy.deepcopy(model, tensors))
+    except Exception:  # noqa: BLE001 - user code that gets stand-ins for tensors may raise anything
+        return None
+
+
+def _name(node: fx.Node) -> str:
+    """Return a name whose parts, between slashes, are the modules that a node stands in."""
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    inside = paths[-1].replace(".", "/") if paths else ""
+    if node.op == "call_module":
+        return inside or str(node.target).replace(".", "/")
+    return f"{inside}/{node.name}" if inside else node.name
+
+
+def _free_name(name: str, names: dict[fx.Node, str]) -> str:
+    taken = set(names.values())
+    free, count = name, 1
+    while free in taken:
+        count += 1
+        free = f"{name}_{count}"
+    return free
+
+
+def _operation(node: fx.Node) -> str:
+    if node.op == "call_module":
+        module = node.graph.owning_module
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        return stack[-1][1].__name__ if stack else type(module).__name__
+    if node.op in ("placeholder", "output", "get_attr"):
+        return {"placeholder": "Input", "output": "Output", "get_attr": "Parameter"}[node.op]
+    return str(getattr(node.target, "__name__", node.target))
 
 
 class TensorBoard(Callback):

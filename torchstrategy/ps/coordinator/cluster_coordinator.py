@@ -20,8 +20,7 @@ from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.cluster import Cluster
 from torchstrategy.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, Resource
 from torchstrategy.ps.coordinator.remote_value import RemoteValue
-from torchstrategy.ps.coordinator.timers import Timers
-from torchstrategy.ps.coordinator.watchdog import Watchdog
+from torchstrategy.ps.coordinator.watchdog import Timers, Watchdog
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["ClusterCoordinator"]

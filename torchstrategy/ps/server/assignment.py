@@ -7,24 +7,83 @@ are closed, and what it returns is dropped: the function runs again elsewhere.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from torchstrategy.base.log import logger
+from torchstrategy.data.context import InputContext
 from torchstrategy.errors import OutOfRangeError
 from torchstrategy.ps.current_worker import as_worker
 from torchstrategy.ps.results import encode_error, encode_result
-from torchstrategy.ps.server.datasets import make_dataset, make_iterator
-from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message
+from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.session import Session
 
-__all__ = ["KINDS", "Assignment", "Bench"]
+__all__ = ["KINDS", "Assignment", "Bench", "make_dataset", "make_iterator"]
+
+
+def make_dataset(value: Any) -> Any:
+    """Return the dataset of this worker: all of it, whichever worker this is.
+
+    Args:
+        value: a dataset, or a function that makes one. A function that needs an argument gets an ``InputContext`` of
+            one pipeline.
+
+    Raises:
+        TypeError: it is neither, or the function needs more, or returns something else.
+    """
+    dataset = value
+    if callable(value) and not _can_be_iterated(value):
+        dataset = value(InputContext()) if _num_needed(value) else value()
+    if not _can_be_iterated(dataset):
+        where = "" if dataset is value else " from the dataset function"
+        raise TypeError(
+            "A per-worker dataset must be a ts.data.Dataset, a DataLoader or something else to iterate over, or a "
+            f"function that returns one. Received{where}: {dataset!r}"
+        )
+    return dataset
+
+
+def make_iterator(dataset: Any) -> Iterator[Any]:
+    """Return a new iterator from the dataset's beginning.
+
+    Args:
+        dataset: what ``make_dataset`` returned.
+    """
+    if hasattr(dataset, "__iter__"):
+        return iter(dataset)
+    # Indexable datasets of torch need not raise IndexError at their end, which Python would go by.
+    return (dataset[index] for index in range(len(dataset)))
+
+
+def _can_be_iterated(value: Any) -> bool:
+    is_indexable = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return not isinstance(value, type) and (isinstance(value, Iterable) or is_indexable)
+
+
+def _num_needed(fn: Callable[..., Any]) -> int:
+    """Return how many arguments a dataset function needs.
+
+    Raises:
+        TypeError: they are more than one.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # some functions written in C don't tell
+        return 0
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in variadic]
+    if len(needed) > 1 or any(each.kind is each.KEYWORD_ONLY for each in needed):
+        names = ", ".join(each.name for each in needed)
+        raise TypeError(f"A dataset function takes no argument, or an InputContext. This one needs: {names}")
+    return len(needed)
+
 
 #: Of requests that an assignment takes.
 KINDS = ("configure", "define", "resource", "run", "forget")

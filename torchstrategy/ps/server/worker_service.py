@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torchstrategy.base.log import logger
 from torchstrategy.ps.server.assignment import KINDS, Assignment, Bench
-from torchstrategy.ps.server.stacks import all_stacks
-from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message
+from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.replies import RefusedError
 from torchstrategy.ps.transport.session import Session
 
-__all__ = ["WorkerService"]
+__all__ = ["WorkerService", "all_stacks"]
+
+_MAX_CHARS = 100_000
+
+
+def all_stacks() -> str:
+    """Return the stack of every thread of this process, innermost call last; the calling thread is left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
+    text = "\n".join(sorted(parts))
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}\n[...]"
+
 
 _STOP_S = 1.0
 

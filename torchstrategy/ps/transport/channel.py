@@ -14,12 +14,11 @@ from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.forks import close_in_child
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server, seals
-from torchstrategy.ps.transport.memory import BufferPool
-from torchstrategy.ps.transport.messages import Message, MessageError
+from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError
 from torchstrategy.ps.transport.optional import zmq
 from torchstrategy.ps.transport.peer import Peer
 from torchstrategy.ps.transport.replies import raise_error
-from torchstrategy.ps.transport.seal import NONCE_BYTES
+from torchstrategy.ps.transport.secret import NONCE_BYTES
 from torchstrategy.ps.transport.wires import CurveWire, Into, StreamWire, Wire
 
 __all__ = ["TensorChannel"]

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from torchstrategy.ps.transport.seal import NONCE_BYTES, Seal, derive, proof
+from torchstrategy.ps.transport.secret import NONCE_BYTES, Seal, derive, proof
 
 __all__ = ["greet_client", "greet_server", "seals"]
 

@@ -15,9 +15,9 @@ from torchstrategy.base.heartbeat import heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.forks import close_in_child
-from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.optional import require, zmq
 from torchstrategy.ps.transport.peer import Handler, Peer
+from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.secret import Secret, find_secret
 from torchstrategy.ps.transport.waker import Waker
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchstrategy.ps.transport.messages import Message, MessageError
 from torchstrategy.ps.transport.replies import FencedError
-from torchstrategy.ps.transport.seal import KEY_BYTES
+from torchstrategy.ps.transport.secret import KEY_BYTES
 from torchstrategy.ps.transport.wires import Wire
 
 __all__ = ["SESSION_ID_BYTES", "Service", "Session"]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torchstrategy.ps.transport.greeting import greet_client
 from torchstrategy.ps.transport.refusals import RefusalLog
-from torchstrategy.ps.transport.seal import Seal
+from torchstrategy.ps.transport.secret import Seal
 from torchstrategy.ps.transport.waker import Waker
 
 __all__ = ["TensorDoor"]

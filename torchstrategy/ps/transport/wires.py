@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchstrategy.errors import DeadlineExceededError
-from torchstrategy.ps.transport.limits import Limits
-from torchstrategy.ps.transport.memory import BufferPool
 from torchstrategy.ps.transport.messages import (
+    BufferPool,
     Header,
     Message,
     MessageError,
@@ -31,7 +30,8 @@ from torchstrategy.ps.transport.messages import (
     tensor_bytes,
 )
 from torchstrategy.ps.transport.optional import zmq
-from torchstrategy.ps.transport.seal import Seal
+from torchstrategy.ps.transport.refusals import Limits
+from torchstrategy.ps.transport.secret import Seal
 from torchstrategy.ps.transport.waker import Waker
 
 __all__ = ["CurveWire", "Into", "StreamWire", "Wire", "read_exactly"]

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchstrategy.testing.verification.algebra import Named, is_close, scale_of
-from torchstrategy.testing.verification.deviations import Deviation, deviations, tolerance_of
+from torchstrategy.testing.verification.deviations import (
+    Deviation,
+    Named,
+    Rounding,
+    deviations,
+    is_close,
+    scale_of,
+    tolerance_of,
+)
 from torchstrategy.testing.verification.gradient_causes import gradient_causes
 from torchstrategy.testing.verification.records import Replica, Run, Step
-from torchstrategy.testing.verification.rounding import Rounding
 
 __all__ = ["OTHER_EXAMPLES", "OWN_RANDOM", "UNDECIDED", "Cause", "constant_divisor", "find_causes"]
 

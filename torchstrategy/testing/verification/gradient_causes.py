@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchstrategy.testing.verification.algebra import Named, coefficients, flat, is_close, is_rounding, ratio, scale_of
+from torchstrategy.testing.verification.deviations import (
+    Named,
+    coefficients,
+    flat,
+    is_close,
+    is_rounding,
+    ratio,
+    scale_of,
+)
 from torchstrategy.testing.verification.records import Step, Update
 
 __all__ = ["gradient_causes"]
