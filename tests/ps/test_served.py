@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -159,6 +161,45 @@ def test_buffers_change_where_a_module_runs_here(strategy):
     net(x), plain(x)
     torch.testing.assert_close(values(strategy)[4], plain[1].running_mean)
     assert int(net[1].num_batches_tracked) == 1
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.batch = nn.BatchNorm1d(3)
+        self.instance = nn.InstanceNorm1d(3, track_running_stats=True)
+
+    def forward(self, x):
+        return self.batch(x), self.instance(x)
+
+
+def moving_averages_beside_replicas():
+    """Say whether servers get moving averages while a strategy with several replicas has replaced torch's norms."""
+    replicas = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = MemoryStrategy()
+    with strategy.scope():
+        net = Norms()
+    plain, x = Norms(), torch.arange(24.0).view(2, 3, 4)
+    net(x), plain(x)
+    expected = [tensor.detach() for tensor in plain.state_dict().values()]
+    found = [value for value in values(strategy) if value.dim()]
+    expected = [tensor for tensor in expected if tensor.dim()]
+    return replicas.num_replicas_in_sync, sorted(map(str, found)) == sorted(map(str, expected))
+
+
+def test_moving_averages_beside_a_strategy_with_replicas():
+    assert moving_averages_beside_replicas() == (2, True)
+
+
+def test_moving_averages_where_the_strategy_with_replicas_comes_first():
+    program = """
+import torchstrategy as ts
+replicas = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+from tests.ps import test_served
+print(test_served.moving_averages_beside_replicas())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == "(2, True)"
 
 
 def test_frozen_parameters_and_gradients(strategy):

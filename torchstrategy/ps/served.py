@@ -45,8 +45,9 @@ _METADATA_PROPERTIES = frozenset({
     "is_meta", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_mkldnn", "names", "itemsize", "nbytes", "output_nr",
     "retains_grad", "name", "is_nested", "is_sparse_csr", "is_maia", "is_mtia", "is_ipu", "is_xla", "is_vulkan",
 })  # fmt: skip
-#: They write moving averages without moving their version, if this argument is true.
-_WRITES_UNSEEN = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+#: They write moving averages without moving their version, if this argument is true. By name: while a strategy has
+#: several replicas, another function stands in the place of torch's, and calls it.
+_WRITES_UNSEEN = {"torch.nn.functional.batch_norm": "training", "torch.nn.functional.instance_norm": "use_input_stats"}
 #: Said of hooks on a tensor.
 NO_HOOKS = (
     "A hook on the tensor {name!r} would not run on the workers. Change its gradient in the function that you "
@@ -100,8 +101,9 @@ class Served(RemoteTensor):
                 return tensor.bindings.read(tensor.binding)
 
             result = func(*replaced(args, local, Served), **replaced(kwargs, local, Served))
+            writes = used and kwargs.get(_WRITES_UNSEEN.get(_full_name(func), ""))
             for tensor in used:
-                if kwargs.get(_WRITES_UNSEEN.get(func, "")) and tensor.binding.kind is Kind.BUFFER:
+                if writes and tensor.binding.kind is Kind.BUFFER:
                     tensor.binding.note_write()
                 tensor.bindings.write_back([tensor.binding])
         for tensor in used:
@@ -332,6 +334,10 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 def served_class(spec: Any) -> type[ServedVariable]:
     """Return the class of a ``ts.Variable`` with this specification."""
     return ShardedVariable if spec.is_sharded else ServedVariable
+
+
+def _full_name(func: Any) -> str:
+    return f"{getattr(func, '__module__', '')}.{getattr(func, '__name__', '')}"
 
 
 def _about_the_tensor(func: Any, target: Any) -> Callable[..., Any] | None:

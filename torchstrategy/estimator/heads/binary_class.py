@@ -20,8 +20,9 @@ from torchstrategy.estimator.heads.checks import (
     label_ids,
     label_tensor,
 )
-from torchstrategy.estimator.heads.keys import MetricKeys, PredictionKeys
-from torchstrategy.estimator.heads.prediction_keys import (
+from torchstrategy.estimator.heads.keys import (
+    MetricKeys,
+    PredictionKeys,
     all_class_ids,
     all_class_names,
     check_keys,
