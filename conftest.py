@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
+from tests import budget
 from torchstrategy.base import context
 from torchstrategy.testing.fixtures import local_cluster, process_pool  # noqa: F401 - fixtures
 
@@ -21,6 +22,7 @@ TPU_DOCTESTS = {"torchstrategy/tpu/strategy.py", "torchstrategy/tpu/experimental
 def pytest_configure():
     # The tests share the machine with each other and with their own worker processes.
     torch.set_num_threads(1)
+    budget.watch_starts()
 
 
 def pytest_collection_modifyitems(items):
@@ -34,6 +36,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker("tpu")
         for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture(autouse=True)
+def _within_budget(request):
+    if any(request.node.get_closest_marker(name) for name in budget.MARKS):
+        yield
+        return
+    before = budget.cost()
+    yield
+    seconds = budget.since(before)
+    request.node.user_properties.append(("cpu_seconds", seconds))
+    if seconds > budget.LIMIT_S:
+        pytest.fail(
+            f"The test took {seconds:.1f} s of CPU time, more than {budget.LIMIT_S:.0f} s, where {budget.BUDGET_S} s "
+            "are its budget. Make it cheaper, or mark it: `slow`, or `end_to_end` if `make test` can't do without it."
+        )
 
 
 @pytest.fixture(autouse=True)

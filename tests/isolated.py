@@ -35,6 +35,8 @@ import pytest
 import torch
 import torch._dynamo  # every optimizer's first step would import it
 
+from tests import budget
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("tests", "torchstrategy")
 LIBRARY = "torchstrategy"
@@ -43,6 +45,8 @@ PRELOADED = [LIBRARY, "torch._dynamo", "torchmetrics", "hydra"]
 #: pytest's plugins that have no say in one file's process.
 LEFT_OUT = ("-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:hydra_pytest")
 NOTHING_COLLECTED = 5
+#: How many of the tests that are over their budget are shown.
+NUM_DEAREST = 10
 
 
 class Running(NamedTuple):
@@ -58,15 +62,20 @@ class Outcomes:
     """A pytest plugin that counts what became of one file's tests.
 
     Args:
-        connection: a file descriptor that gets the counts, and the ids of the failed, as one JSON line.
+        connection: a file descriptor that gets the counts, the ids of the failed, and the CPU seconds of those over
+            their budget, as one JSON line.
     """
 
     def __init__(self, connection):
         self._connection = connection
         self._counts = collections.Counter()
         self._failed = []
+        self._dear = {}
 
     def pytest_runtest_logreport(self, report):
+        seconds = dict(report.user_properties).get("cpu_seconds", 0)
+        if report.when == "teardown" and seconds > budget.BUDGET_S:
+            self._dear[report.nodeid] = seconds
         if hasattr(report, "wasxfail"):
             self._note("xfailed", report)
         elif report.failed:
@@ -81,7 +90,7 @@ class Outcomes:
             self._note("skipped", report)
 
     def pytest_sessionfinish(self):
-        os.write(self._connection, json.dumps([self._counts, self._failed]).encode())
+        os.write(self._connection, json.dumps([self._counts, self._failed, self._dear]).encode())
 
     def _note(self, outcome, report):
         self._counts[outcome] += 1
@@ -107,9 +116,13 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     _lighten()
     start = time.monotonic()
-    totals, failed, seconds = _run_all(files, to_pytest, options.num_jobs)
+    totals, failed, seconds, dear = _run_all(files, to_pytest, options.num_jobs)
     for file, took in sorted(seconds.items(), key=lambda item: -item[1])[: options.durations_of_files]:
         print(f"{took:7.1f} s  {file}")
+    if dear:
+        print(f"{len(dear)} tests took more than their budget of {budget.BUDGET_S} s of CPU time. The dearest:")
+    for name, took in sorted(dear.items(), key=lambda item: -item[1])[:NUM_DEAREST]:
+        print(f"{took:7.1f} s  {name}")
     for name in failed:
         print(f"FAILED {name}")
     counts = ", ".join(
@@ -163,7 +176,7 @@ def _lighten() -> None:
 
 
 def _run_all(files, to_pytest, num_jobs):
-    totals, failed, seconds = collections.Counter(), [], {}
+    totals, failed, seconds, dear = collections.Counter(), [], {}, {}
     selector = selectors.DefaultSelector()
     waiting = collections.deque(files)
     num_done = 0
@@ -173,8 +186,9 @@ def _run_all(files, to_pytest, num_jobs):
                 _start(waiting.popleft(), to_pytest, selector)
             for key, _ in selector.select():
                 running, num_done = key.data, num_done + 1
-                counts, names = _end(running, selector, key.fd)
+                counts, names, over_budget = _end(running, selector, key.fd)
                 totals.update(counts)
+                dear |= over_budget
                 failed += names
                 seconds[running.file] = time.monotonic() - running.start
                 print(
@@ -187,7 +201,7 @@ def _run_all(files, to_pytest, num_jobs):
             os.kill(key.data.pid, signal.SIGKILL)
             os.waitpid(key.data.pid, 0)
     print()
-    return totals, failed, seconds
+    return totals, failed, seconds, dear
 
 
 def _start(file, to_pytest, selector):
@@ -224,21 +238,21 @@ def _be_a_file(file, to_pytest, connection, output):
 
 
 def _end(running, selector, connection):
-    """Return what a file's process has counted, and the tests that failed; show what it printed if some did."""
+    """Return what was counted, which tests failed and which were dear; show what the process printed if some failed."""
     answer = b""
     while part := os.read(connection, 1 << 16):
         answer += part
     selector.unregister(connection)
     os.close(connection)
     status = os.waitstatus_to_exitcode(os.waitpid(running.pid, 0)[1])
-    counts, names = json.loads(answer) if answer else ({}, [])
+    counts, names, dear = json.loads(answer) if answer else ({}, [], {})
     if not names and status not in (0, NOTHING_COLLECTED):
         names, counts = [f"{running.file} (the process ended with status {status})"], {**counts, "errors": 1}
     if names:
         running.output.seek(0)
         print(f"\n=== {running.file}\n{running.output.read().decode(errors='replace')}", flush=True)
     running.output.close()
-    return counts, names
+    return counts, names, dear
 
 
 if __name__ == "__main__":

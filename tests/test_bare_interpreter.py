@@ -108,6 +108,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_promise(name, tmp_path):
     program = START + textwrap.dedent(PROGRAMS[name])
@@ -115,6 +116,7 @@ def test_promise(name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_the_default_device_does_not_matter_to_an_import(device, tmp_path):
     program = f"""

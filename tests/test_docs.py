@@ -99,6 +99,7 @@ def messages_of_the_library():
                 yield node.value
 
 
+@pytest.mark.end_to_end
 def test_troubleshooting_quotes_real_messages():
     page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     quoted = [heading[1] for heading in re.findall(r"^### (`+) ?(.*?) ?\1$", page, re.M)]

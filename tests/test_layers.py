@@ -142,6 +142,7 @@ def test_imports_point_downwards(path):
     assert violations(path.read_text(encoding="utf-8"), relative, MODULES) == []
 
 
+@pytest.mark.end_to_end
 def test_no_import_cycles():
     sources = {module_name(path): path.read_text(encoding="utf-8") for path in FILES}
     assert sources

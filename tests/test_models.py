@@ -41,12 +41,14 @@ def test_compiled_models(num_replicas, compiler):
     check_graphs(check_numbers([train(cpu_devices(num_replicas), compiler)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["module", "function"])
 @pytest.mark.parametrize(("num_processes", "devices"), [(2, None), _slow(3, None), _slow(2, ["cpu:0", "cpu:1"])])
 def test_compiled_models_in_processes(num_processes, devices, compiler, process_pool):
     check_graphs(check_numbers(process_pool(num_processes).run(train, devices, compiler)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["module", "function"])
 def test_compiled_models_with_synchronised_batch_norm(compiler, process_pool):
     # replicas meet in the layer, so what comes before it is compiled apart from what follows

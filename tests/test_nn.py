@@ -237,6 +237,7 @@ def test_under_torch_compile(size):
     torch.testing.assert_close(x.grad, torch.tensor([2.0, 2.0, 12.0]) / divisor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_under_torch_compile_in_run(num_replicas):
     strategy = mirrored(num_replicas)

@@ -87,6 +87,7 @@ def run(code):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -108,6 +109,7 @@ def test_torch_is_as_it_was_after_the_last_strategy(make):
     """)
 
 
+@pytest.mark.slow
 def test_replicate_patches_no_constructor():
     run("""
     strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -136,6 +138,7 @@ def test_replicate_patches_no_constructor():
     """)
 
 
+@pytest.mark.end_to_end
 def test_one_replica_changes_nothing():
     run("""
     during, listed = train(lambda: ts.OneDeviceStrategy("cpu:0"))
@@ -143,6 +146,7 @@ def test_one_replica_changes_nothing():
     """)
 
 
+@pytest.mark.slow
 def test_replicas_at_once_leave_only_what_they_say():
     """That is mallopt, which can't be undone."""
     run("""
@@ -163,6 +167,7 @@ def test_replicas_at_once_leave_only_what_they_say():
     """)
 
 
+@pytest.mark.slow
 def test_a_function_that_compiles_leaves_modules_as_they_were():
     run("""
     assert vars(torch.nn.Module)["_compiled_call_impl"] is None

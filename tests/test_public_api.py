@@ -155,6 +155,7 @@ def test_every_public_name_is_on_an_api_page(name):
     assert [n for n in alone if not re.search(rf"auto\w+:: {re.escape(name)}\.{n}$", pages, re.MULTILINE)] == []
 
 
+@pytest.mark.slow
 def test_every_public_name_is_completed():
     program = f"""
 import importlib
@@ -177,6 +178,7 @@ print([int(x) for x in ts.data.Dataset.range(4).map(lambda x: x + 1, num_paralle
     assert done.stdout.strip() == "[1, 2, 3, 4]"
 
 
+@pytest.mark.end_to_end
 def test_what_a_program_does_not_use_is_not_imported():
     program = """
 import sys, torchstrategy as ts

@@ -5,6 +5,7 @@ import pytest
 from tests import step_calls
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("count", "num_calls", "num_files"), [(step_calls.in_process, 7.5, 34), (step_calls.in_processes, 1, 34)]
 )

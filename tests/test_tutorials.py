@@ -70,6 +70,7 @@ def assert_same(outputs, expected):
         assert line == pytest.approx(other, rel=1e-10, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_one_replica_learns(one_replica):
     losses = [line[1] for line in figures(one_replica) if len(line) > 1]
     assert losses[-1] < 0.7 * losses[0]
@@ -80,6 +81,7 @@ def test_one_replica_learns(one_replica):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_in_one_process(one_replica, num_replicas, tmp_path):
     devices = [f"cpu:{i}" for i in range(num_replicas)]
@@ -88,6 +90,7 @@ def test_replicas_in_one_process(one_replica, num_replicas, tmp_path):
     assert_same(outputs, one_replica)
 
 
+@pytest.mark.end_to_end
 def test_two_processes(one_replica, process_pool, tmp_path):
     results = process_pool(2).run(run_notebook, CUSTOM_TRAINING, SMALL, tmp_path, torch.float64)
     for outputs in results:
@@ -97,6 +100,7 @@ def test_two_processes(one_replica, process_pool, tmp_path):
         assert "Mean over the replicas' parts: 0.875\n" in outputs[-1]
 
 
+@pytest.mark.slow
 def test_single_precision(single_precision, tmp_path):
     outputs = run_notebook(CUSTOM_TRAINING, {**SMALL, "DEVICES": ["cpu:0", "cpu:1"]}, tmp_path)
     losses, expected = ([line[1] for line in figures(run) if len(line) > 1] for run in (outputs, single_precision))

@@ -113,6 +113,7 @@ def test_a_generator_seeded_again_starts_new_streams_everywhere(process_pool):
     assert in_process[0] != in_process[1]
 
 
+@pytest.mark.slow
 def test_kept_memory_is_not_fetched_again():
     program = """
 import resource, torch, torchstrategy as ts

@@ -53,6 +53,7 @@ def run(command, site, folder):
     return result.stdout
 
 
+@pytest.mark.end_to_end
 def test_wheel_holds_the_library_only(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -62,6 +63,7 @@ def test_wheel_holds_the_library_only(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_installed_copy_is_the_one_that_runs(site, tmp_path):
     printed = run([sys.executable, "-c", "import torchstrategy; print(torchstrategy.__file__)"], site, tmp_path)
     assert Path(printed.strip()).is_relative_to(site)

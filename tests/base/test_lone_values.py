@@ -203,6 +203,7 @@ def test_lower_precision_keeps_its_dtype():
     assert first.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_and_scripted_as_before():
     ts.MirroredStrategy(cpus(2))
     model = nn.Sequential(nn.BatchNorm1d(3), nn.GroupNorm(1, 3))

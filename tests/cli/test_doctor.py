@@ -132,6 +132,7 @@ def test_this_host():
     assert ended.returncode == (report["status"] == "FAIL")
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_job():
     ended = run_command(
         "launch", "--nproc-per-node=2", "-m", "torchstrategy", "doctor", "--join", "--json", OMP_NUM_THREADS="1"

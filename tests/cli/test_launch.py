@@ -81,6 +81,7 @@ os.rename(f"{{path}}.part", path)
 """
 
 
+@pytest.mark.end_to_end
 def test_two_workers(tmp_path):
     # A spawned process imports the program again, which works only if python knows where it is.
     program = f"""
@@ -112,6 +113,7 @@ if __name__ == "__main__":
         assert int(one["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.slow
 def test_strategies_join_the_workers(tmp_path):
     program = """
 import torch
@@ -132,6 +134,7 @@ for strategy in (ts.MirroredStrategy(), ts.MultiWorkerMirroredStrategy()):
         assert seen["MirroredStrategy"] == seen["MultiWorkerMirroredStrategy"] == [3.0, 2]
 
 
+@pytest.mark.slow
 def test_restart_and_failure(tmp_path):
     program = """
 import time
@@ -162,6 +165,7 @@ time.sleep(60)
     wait_until_gone([one["pid"] for one in seen])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )

@@ -58,6 +58,7 @@ def started(arguments, **environment):
             program.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_a_signal(number):
     cluster = new_cluster(["ps", "worker"])

@@ -441,6 +441,7 @@ class TestUnevenEnds:
             run_on(["cpu:0", "cpu:1", "cpu:2"], module, shape)
         self.check(error.value, expected)
 
+    @pytest.mark.slow
     def test_processes(self, module, shape, expected, process_pool):
         with pytest.raises(ts.testing.RemoteError) as error:
             process_pool(3).run(run_on, None, module, shape)

@@ -272,12 +272,14 @@ def test_edges_over_ranks(data, layout):
     check_over_ranks(data, layout)
 
 
+@pytest.mark.end_to_end
 @given(data=data_sets(), num_replicas=st.integers(1, 5))
 @quick(60)
 def test_in_one_process(data, num_replicas):
     check_in_one_process(data, num_replicas)
 
 
+@pytest.mark.end_to_end
 @given(data=data_sets(), layout=st.sampled_from(LAYOUTS))
 @quick(40)
 def test_over_ranks(data, layout):
@@ -290,6 +292,7 @@ def test_streams_of_each_process(case, layout):
     check_own_streams(*case, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "num_local"), [(2, 1), (3, 1), (2, 2)])
 def test_over_processes(size, num_local, process_pool):
     @given(datas=st.lists(data_sets(max_examples=60), min_size=8, max_size=8))
@@ -300,6 +303,7 @@ def test_over_processes(size, num_local, process_pool):
     check()
 
 
+@pytest.mark.slow
 @FORKS
 @given(data=data_sets(LOADERS, max_workers=2, max_examples=40), layout=st.sampled_from([(1, 2), (2, 1), (2, 2)]))
 @quick(5)

@@ -122,10 +122,12 @@ def test_nothing_is_kept_of_the_elements_that_were_read(kind, num_replicas):
     check_nothing_is_kept(*kept(distribute_dataset(DATA[kind](), one_process(num_replicas), None)))
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_the_elements_of_a_dataset_function():
     check_nothing_is_kept(*kept(distribute_from_function(lambda context: DATA["loader"](), one_process(1), None)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loader", "stream", "pipeline"])
 def test_each_process_keeps_nothing_of_the_elements_that_were_read(kind, process_pool):
     for growth in process_pool(2).run(keep_on_rank, kind):

@@ -597,6 +597,7 @@ def test_a_reader_of_python_objects(tmp_path):
     assert list(readers.read_from(max, ["ab", "cd"], 1)) == ["d"]
 
 
+@pytest.mark.slow
 def test_memory_does_not_hold_the_file(tmp_path):
     """Half of 80 MB is read with little more than buffers in use."""
     array = np.zeros((20_000, 1000), np.float32)

@@ -101,12 +101,14 @@ def test_what_is_on_its_way_to_an_accelerator_does_not_count(kind, monkeypatch):
         check_own(kind, 43, 4, layouts, [2, 3], num_epochs=1)
 
 
+@pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_what_loader_workers_read_ahead_does_not_count(kind):
     check_data(kind, WITH_WORKERS[kind], 43, 4, [(2, 1), (1, 2), (3, 1)], [2, 3])
 
 
+@pytest.mark.slow
 @FORKS
 def test_what_loader_workers_read_ahead_of_files_does_not_count(monkeypatch):
     monkeypatch.setitem(OWN, "loader of files", partial(distribute_files, num_workers=2))
@@ -142,12 +144,14 @@ def cases(kinds, max_examples, max_batch):
     )
 
 
+@pytest.mark.slow
 @cases(DATA, 60, 16)
 @quick(40)
 def test_any_stops(kind, **case):
     check_data(kind, DATA[kind], **case)
 
 
+@pytest.mark.slow
 @cases(OWN, 60, 16)
 @quick(40)
 def test_any_stops_of_own_streams(**case):

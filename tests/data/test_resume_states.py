@@ -222,6 +222,7 @@ class Augmented(torch.utils.data.Dataset):
         return index + (torch.rand(()).item() + np.random.rand() + random.random()) / 4
 
 
+@pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)], ids=str)
 def test_augmentation_goes_on_as_it_would_have(layout):
@@ -312,6 +313,7 @@ def parts_of(ranks):
     return {name: [list(chain(*step)) for step in joined([read[name] for read in ranks])] for name in PROGRAMS}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     "layouts", [[(2, 1), (3, 1)], pytest.param([(4, 1), (2, 1), (3, 1), (2, 2)], marks=pytest.mark.slow)], ids=str
 )

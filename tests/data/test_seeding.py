@@ -235,6 +235,7 @@ def open_handle(worker_id):
     dataset.handle = 100 + worker_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_worker_init_fn_meets_the_users_dataset(context):
     loader = make_loader(OpenedByWorker(), num_workers=1, worker_init_fn=open_handle, multiprocessing_context=context)

@@ -94,6 +94,7 @@ def test_all_scripts_are_found():
     assert [script.name for script in SCRIPTS] == ["launch.sbatch", "srun.sbatch"]
 
 
+@pytest.mark.slow
 def test_slurm_starts_the_processes(sbatch, tmp_path):
     process = sbatch("srun.sbatch", *RECIPE, FAKE_TASKS="2")
     assert process.returncode == 0, process.stderr

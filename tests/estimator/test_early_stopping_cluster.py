@@ -5,6 +5,7 @@ import pytest
 from tests.estimator.cluster_tasks import Tasks
 
 
+@pytest.mark.slow
 def test_tasks_that_step_together_end_together(tmp_path):
     with Tasks(tmp_path, ["chief", "worker"], strategy="multi_worker", max_steps=1000, stop_early_at=3) as tasks:
         tasks.start("chief0", "worker0")

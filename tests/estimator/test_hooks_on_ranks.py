@@ -59,6 +59,7 @@ def test_all_ranks_find_that_the_loss_is_no_number(tmp_path, process_pool, num_l
     assert process_pool(2).run(hooks_on_ranks.diverge, tmp_path, num_local) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hook_that_fails_on_one_rank_ends_all(tmp_path, process_pool, num_local, rank):
     outcomes = process_pool(2).outcomes(hooks_on_ranks.fail_on_rank, tmp_path, num_local, rank)
@@ -66,6 +67,7 @@ def test_a_hook_that_fails_on_one_rank_ends_all(tmp_path, process_pool, num_loca
     assert "on purpose" in str(outcomes[1 - rank].error)
 
 
+@pytest.mark.slow
 def test_each_process_goes_on_with_its_own_data(tmp_path, process_pool, num_local):
     pool = process_pool(2)
     unbroken = pool.run(hooks_on_ranks.keep_position, tmp_path / "unbroken", num_local, -1)

@@ -30,6 +30,7 @@ def unbroken(tmp_path_factory):
         return tasks.steps("chief0"), chief["variables"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", ["chief0", pytest.param("worker0", marks=pytest.mark.slow)])
 def test_a_killed_task_and_a_new_start(tmp_path, unbroken, killed):

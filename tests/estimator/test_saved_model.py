@@ -61,6 +61,7 @@ def receive_images():
     )
 
 
+@pytest.mark.slow
 def test_signatures(images, tmp_path):
     loaded = export.load(images.export_saved_model(tmp_path / "exports", receive_images))
     assert set(loaded.signatures) == {"serving_default", "predict", "regression"}
@@ -80,6 +81,7 @@ def test_signatures(images, tmp_path):
     assert torch.equal(ids["ids"], logits.argmax(-1))
 
 
+@pytest.mark.slow
 def test_the_program_needs_torch_only(images, tmp_path):
     path = images.export_saved_model(tmp_path / "exports", receive_images)
     program = f"""

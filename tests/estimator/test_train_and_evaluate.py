@@ -98,6 +98,7 @@ def test_under_a_strategy_of_two_replicas(tmp_path, strategy):
     assert float(estimator.get_variable_value("w")) != float(alone.get_variable_value("w"))
 
 
+@pytest.mark.slow
 def test_the_chief_of_processes_without_a_cluster_evaluates(tmp_path):
     of_chief, of_other = ts.testing.run_in_processes(train_and_evaluate_on_a_rank, 2, str(tmp_path))
     (metrics, exports), num_evaluations = of_chief

@@ -15,6 +15,7 @@ def evaluated_steps(tasks):
     return read_eval_metrics(tasks.model_dir / "eval")
 
 
+@pytest.mark.end_to_end
 def test_chief_worker_and_evaluator(tmp_path):
     with Tasks(tmp_path, ["chief", "worker"], strategy="multi_worker", exports=True) as tasks:
         tasks.start(*TASKS)
@@ -74,6 +75,7 @@ def test_the_evaluator_ends_when_the_data_has_ended_the_training(tmp_path):
         assert "training has ended" in tasks.log("evaluator0")
 
 
+@pytest.mark.slow
 def test_two_devices_in_each_of_two_processes(tmp_path):
     settings = {"strategy": "multi_worker", "devices": ["cpu:0", "cpu:1"], "shard": True, "max_steps": 3}
     with Tasks(tmp_path, ["chief", "worker"], **settings) as tasks:

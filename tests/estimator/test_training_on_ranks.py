@@ -6,6 +6,7 @@ from tests.estimator import training_on_ranks
 from torchstrategy.testing import ProcessPool
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_losses_weights_and_steps_are_those_of_one_process(tmp_path, process_pool, num_local):
     expected = training_on_ranks.train(tmp_path / "one", 2 * num_local)
@@ -36,6 +37,7 @@ def test_evaluation_counts_the_batches_of_all_processes(tmp_path, process_pool, 
     assert results[0] == pytest.approx({"loss": 133.0, "mae": 10.0, "global_step": 0})
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("where", ["model_fn", "hook"])
 def test_a_failure_of_one_process_ends_the_others(tmp_path, where):
     with ProcessPool(2, timeout_s=60.0) as pool:  # whose processes can't meet again

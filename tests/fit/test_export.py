@@ -41,6 +41,7 @@ def load(path):
     return torch.export.load(path).module()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
 def test_inputs_as_seen_in_fit(tmp_path, devices):
     with (ts.MirroredStrategy(devices) if devices else ts.get_strategy()).scope():
@@ -55,6 +56,7 @@ def test_inputs_as_seen_in_fit(tmp_path, devices):
     assert model.module.training
 
 
+@pytest.mark.slow
 def test_torch_runs_it_without_this_library(tmp_path):
     ts.Model(net()).export(tmp_path / "model.pt2", X)
     program = """
@@ -135,5 +137,6 @@ def export(path):
     return os.path.isfile(path)
 
 
+@pytest.mark.slow
 def test_processes_export_as_one(process_pool, tmp_path):
     assert process_pool(2).run(export, str(tmp_path / "model.pt2")) == [True, True]

@@ -102,12 +102,14 @@ def check(program, devices, tolerance):
     assert_near(fit_on(devices, program), fit_on("default", program), tolerance)
 
 
+@pytest.mark.end_to_end
 @given(program=fit_programs(), replicas=st.integers(1, 5))
 @quick(30)
 def test_n_replicas_are_one(program, replicas):
     check(program, cpu_devices(replicas), EXACT)
 
 
+@pytest.mark.end_to_end
 @given(program=fit_programs(), replicas=st.integers(1, 4))
 @quick(30)
 def test_random_programs_are_the_plain_loop(program, replicas):
@@ -115,6 +117,7 @@ def test_random_programs_are_the_plain_loop(program, replicas):
     assert_near(fit_on(cpu_devices(replicas), program), plain_fit(program), EXACT, only_expected=True)
 
 
+@pytest.mark.end_to_end
 @given(program=fit_programs(), replicas=st.integers(1, 5))
 @quick(10)
 def test_n_replicas_are_one_in_single_precision(program, replicas):

@@ -19,6 +19,7 @@ def errors_of(pool, program, *args):
     return caught.value.errors
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("where", ["step", "callback"])
 def test_an_error_on_one_rank_is_told_to_the_other(where, rank, process_pool):

@@ -96,6 +96,7 @@ def assert_same_weights(ours, expected):
 WEIGHTS = torch.rand(NUM_EXAMPLES, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("compiled", "arguments"),
     [
@@ -239,6 +240,7 @@ def test_optimizers_of_the_users(in_order):
     assert_same_weights(*models)
 
 
+@pytest.mark.end_to_end
 def test_training_on_two_workers(strategy):
     model, plain = make_pair(strategy, optimizer=functools.partial(torch.optim.Adam, lr=0.02))
     x, y = arrays()
@@ -311,6 +313,7 @@ def test_each_example_counts_once_though_a_worker_is_killed(cluster, slow):
         assert logs["loss"] == pytest.approx(float((slow.net(x) - y).square().mean()), abs=1e-12)
 
 
+@pytest.mark.end_to_end
 def test_fit_goes_on_though_a_worker_is_killed(cluster, slow):
     x, y = arrays()
     killer = KillWorker(cluster)
@@ -396,6 +399,7 @@ def make_dataset(context):
     return ts.data.Dataset.from_tensor_slices((x, y)).shuffle(50).repeat().batch(10)
 
 
+@pytest.mark.slow
 def test_dataset_creator(strategy):
     model, _ = make_pair(strategy, optimizer=functools.partial(torch.optim.Adam, lr=0.02))
     creator = ts.utils.DatasetCreator(make_dataset)

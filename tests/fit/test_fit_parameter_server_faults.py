@@ -67,6 +67,7 @@ def assert_same(ours, expected):
         torch.testing.assert_close(ours[1][name], value, rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
 def test_a_rerun_goes_on_after_a_parameter_server_was_lost(cluster, tmp_path, save_freq):
     expected = fit(ts.get_strategy(), tmp_path / "unbroken", save_freq=save_freq)
@@ -84,6 +85,7 @@ def test_a_rerun_goes_on_after_a_parameter_server_was_lost(cluster, tmp_path, sa
     assert_same(ours, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "num_batches"), [(8, 7), (2, 25)], ids=["all scheduled", "more to come"])
 def test_a_run_with_steps_under_way_is_saved_when_they_have_ended(cluster, tmp_path, batch_size, num_batches):
     strategy = ts.ParameterServerStrategy(cluster.resolver())

@@ -404,6 +404,7 @@ def test_a_local_class_is_named(tmp_path):
         model.save(tmp_path / "model.pt")
 
 
+@pytest.mark.slow
 def test_a_class_of_another_program_is_named(tmp_path):
     program = """
         import sys, torch

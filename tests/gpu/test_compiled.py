@@ -23,6 +23,7 @@ def test_a_step_function_with_mixed_precision():
     assert_equal(found, train("cuda:0", None, **options), 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_model_is_compiled_for_the_first_batches_only(device):
     """Once for the full batches, and once for the short one."""

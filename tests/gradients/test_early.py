@@ -48,6 +48,7 @@ def test_two_processes_get_the_same_numbers_with_and_without_overlap(name, proce
     assert taken == TAKEN.get(name, taken)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("name", ["plain", "unused_parameters", "a_rank_without_backward"])
 def test_three_processes_over_gloo(name, process_pool):
     check_equal(process_pool(3).run(programs.run, [name], "RING"))
@@ -80,6 +81,7 @@ def test_sums_begin_before_the_backward_pass_has_ended(route, process_pool):
             assert step == "6|start|start|start|end of backward"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("how", ["kill", "fail", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_while_a_bucket_flies(how, route):
@@ -92,6 +94,7 @@ def test_a_rank_that_is_lost_while_a_bucket_flies(how, route):
     assert text in str(outcomes[0].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_comes_after_a_lost_rank_is_refused(route, is_late):
@@ -122,6 +125,7 @@ def test_an_optimizer_that_is_dropped_while_its_sums_are_under_way(route, proces
         assert events[-1] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_program_that_makes_optimizers_again_and_again(route, process_pool):
     for reference, overlapped, num_known in process_pool(2).run(programs.new_optimizers, ROUTES[route]):
@@ -159,6 +163,7 @@ def test_edits_that_keep_the_sum_of_elements_are_noticed(dtype, size):
         assert not early_buckets._equal(early_buckets._totals([grad, None]), early_buckets._totals([edited, None]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "compression", "hosts"),
     [

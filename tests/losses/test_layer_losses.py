@@ -365,6 +365,7 @@ def test_models_without_added_losses_have_no_hooks():
     assert [dict(module._forward_pre_hooks) for module in model.modules()] == [{}] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own, at any break in a graph
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_under_torch_compile(backend):

@@ -169,6 +169,7 @@ def whole_lives(folder):
     return {name: whole_life(strategy, name, folder) for name in METRICS}
 
 
+@pytest.mark.end_to_end
 def test_processes(process_pool, tmp_path):
     for lives in process_pool(2).run(whole_lives, str(tmp_path)):
         for name, results in lives.items():

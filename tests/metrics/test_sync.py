@@ -472,6 +472,7 @@ def test_metrics_are_saved_as_plain_objects():
     assert type(torch.load(buffer, weights_only=False)) is aggregation.SumMetric
 
 
+@pytest.mark.end_to_end
 def test_importing_the_library_does_not_import_torchmetrics():
     code = "import sys, torchstrategy; assert 'torchmetrics' not in sys.modules; torchstrategy.metrics.Mean"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -91,6 +91,7 @@ def check_exact_values(results, num_replicas, num_steps=8):
         assert result["weights"]["seen"].tolist() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize(("size", "per_process"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 def test_power_sgd(process_pool, size, per_process, rank):
@@ -113,6 +114,7 @@ def test_16_bits(process_pool, size, per_process, name, overlap):
     assert any(not torch.equal(exact[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["auto", "ring"])
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0, 1)], ids=str)
 def test_only_what_travels_between_hosts_is_compressed(hosts, implementation):
@@ -181,6 +183,7 @@ def test_fp16_overflow_makes_a_scaler_skip_on_all_ranks(process_pool):
         assert torch.equal(weight, same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 3])
 def test_power_sgd_of_torch(tmp_path, rank):
     """Torch's hook under DDP takes the mean over ranks, and its first two sums are in full, too."""
@@ -189,6 +192,7 @@ def test_power_sgd_of_torch(tmp_path, rank):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=f"step {step}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["bf16", PowerSGD(start_after=0)], ids=str)
 def test_a_rank_that_dies_ends_the_others(process_pool, compression):
     with pytest.raises(ts.testing.RemoteError) as caught:

@@ -118,6 +118,7 @@ def test_a_lost_rank_is_named(rank, how, expected):
     assert expected in str(error).splitlines()[0]
 
 
+@pytest.mark.end_to_end
 def test_a_strategy_made_on_one_rank_only_is_named():
     with ts.testing.ProcessPool(2) as pool, pytest.raises(ts.testing.RemoteError) as caught:
         pool.run(programs.strategy_on_one_rank)

@@ -36,6 +36,7 @@ print(f"done {sums}", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [

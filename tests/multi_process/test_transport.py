@@ -31,6 +31,7 @@ def assert_equal(found, expected):
         assert all(torch.equal(a, b) for a, b in zip(result["first"], wanted["first"], strict=True))
 
 
+@pytest.mark.end_to_end
 def test_gloo_gives_what_is_expected(expected):
     for size, results in expected.items():
         factor = sum(range(1, size + 1))
@@ -44,6 +45,7 @@ def test_gloo_gives_what_is_expected(expected):
         assert results[0]["lines"] == [f"Communication between {size} processes (RING): tensors over gloo."]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["auto", "plain-ring", "python-backend"])
 def test_every_way_gives_the_same(name, size, expected, process_pool):
@@ -127,6 +129,7 @@ def test_a_mistake_in_a_users_algorithm_is_told_everywhere(process_pool):
     assert "ZeroDivisionError: a mistake in the algorithm" in str(caught.value.errors[0])
 
 
+@pytest.mark.slow
 def test_names_know_no_letter_case_and_the_factory_gets_the_deadline(process_pool):
     first, second = process_pool(2).run(programs.factory_time_out_is_the_strategys)
     assert first == second

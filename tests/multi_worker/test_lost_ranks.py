@@ -36,11 +36,13 @@ def check_stopped(rank, step, size=3):
     check_survivors(lose(size, Fault("stop", rank, step), inside=bool(step % 2)), rank)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("rank", "step"), SAMPLE)
 def test_a_killed_rank_is_named(rank, step):
     check_killed(rank, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "step"), SAMPLE[:4])
 def test_a_stopped_rank_is_named(rank, step):
     check_stopped(rank, step)
@@ -55,6 +57,7 @@ def test_any_rank_at_any_step(check, rank):
         check(rank, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(2))
 def test_one_of_two_is_named(rank):
     check_killed(rank, 5, size=2)
@@ -67,6 +70,7 @@ def check_on_two_hosts(network, rank, kind):
     check_survivors(outcomes, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "kind"), [(0, "kill"), (2, "kill"), (3, "kill"), (3, "stop"), (1, "error")])
 def test_one_of_two_ranks_on_each_of_two_hosts_is_named(network, rank, kind):
     check_on_two_hosts(network, rank, kind)
@@ -79,6 +83,7 @@ def test_any_of_two_ranks_on_each_of_two_hosts_is_named(network, rank, kind):
     check_on_two_hosts(network, rank, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))])
 def test_a_stopped_rank_is_named_by_the_deadline_if_that_comes_first(rank):
     outcomes = lose(3, Fault("stop", rank, 5), inside=True, deadline_s=3.0, heartbeat_s=60.0)
@@ -95,6 +100,7 @@ def test_a_replica_that_hangs_in_its_own_thread_shows_its_stack():
     assert "the_place_to_hang" in str(outcomes[0].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize(
     ("inside", "expected"),
@@ -112,6 +118,7 @@ def test_an_error_reaches_the_others(rank, inside, expected):
         assert "OSError: injected" in str(outcomes[other].error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_its_program_early_is_named():
     outcomes = lose(3, Fault("exit", 1, 3), inside=False)
     check_survivors(outcomes, 1)
@@ -119,6 +126,7 @@ def test_a_rank_that_ends_its_program_early_is_named():
         assert "Rank 1 has ended its program" in str(outcomes[other].error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_runs_into_the_deadline_and_shows_its_stack():
     outcomes = lose(3, Fault("hang", 1, 3), inside=False, deadline_s=3)
     for other in (0, 2):
@@ -165,6 +173,7 @@ def check_random(tmp_path, seed, num_floats):
     check_survivors(outcomes, victim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_floats", [1, 3_000_000])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_rank_lost_in_the_middle_of_a_collective_is_named(tmp_path, seed, num_floats):

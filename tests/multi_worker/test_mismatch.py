@@ -13,6 +13,7 @@ def errors_of(size, program, *args, launcher="TF_CONFIG", timeout_s=None):
     return [outcome.error for outcome in outcomes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("kind", "first", "last"),
@@ -30,6 +31,7 @@ def test_different_tensors(size, kind, first, last):
         assert last in lines[f"rank {size - 1}"]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("kind", "first", "last"),
@@ -53,6 +55,7 @@ def test_different_axes(kind):
         assert isinstance(error, (ts.errors.DisagreementError, ts.errors.InvalidArgumentError)), error
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("skipped", [0, 4, 9])
 def test_a_rank_that_skips_a_step(skipped):
     for error in errors_of(2, programs.skip, 10, skipped):
@@ -83,12 +86,14 @@ def test_different_setups(kind, first, last):
         assert "rank 1" in str(error), f"rank {rank}: {error}"
 
 
+@pytest.mark.slow
 def test_one_of_three_is_set_up_differently():
     for rank, error in enumerate(errors_of(3, programs.different_setup, "torch", launcher="torchrun")):
         assert isinstance(error, ts.errors.DisagreementError), f"rank {rank}: {error!r}"
         assert "rank 2 has 1.0.0" in str(error), f"rank {rank}: {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "change"),
     [
@@ -106,6 +111,7 @@ def test_different_clusters(size, change):
         assert f"rank {rank} has" in str(error)
 
 
+@pytest.mark.slow
 def test_a_worker_that_looks_for_another_leader():
     leader = {"address of worker": 0, "to": "127.0.0.1:9"}
     first, last = errors_of(2, programs.different_cluster, leader, 3.0)
@@ -115,6 +121,7 @@ def test_a_worker_that_looks_for_another_leader():
     assert isinstance(last, RuntimeError)
 
 
+@pytest.mark.slow
 def test_a_worker_that_knows_fewer_workers():
     for rank, error in enumerate(errors_of(3, programs.different_cluster, {"one less": True}, 3.0)):
         assert isinstance(error, (RuntimeError, ts.errors.DisagreementError)), f"rank {rank}: {error!r}"

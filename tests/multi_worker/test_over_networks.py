@@ -19,6 +19,7 @@ def check_same_numbers(found, num_steps, **options):
         torch.testing.assert_close(other_weights, weights, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_training_gives_the_numbers_of_one_process_over_a_slow_and_lossy_link(network):
     hosts = network(2)
     hosts.shape(1, delay_ms=20, rate_mbit=50, loss_percent=1)
@@ -27,6 +28,7 @@ def test_training_gives_the_numbers_of_one_process_over_a_slow_and_lossy_link(ne
     assert hosts.traffic(0).bytes > 10 * 8 * 2000  # the gradients went over the link
 
 
+@pytest.mark.slow
 def test_training_goes_on_over_a_very_lossy_link(network):
     hosts = network(2)
     hosts.shape(0, loss_percent=5)
@@ -35,6 +37,7 @@ def test_training_goes_on_over_a_very_lossy_link(network):
     assert hosts.traffic(0).lost + hosts.traffic(1).lost > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_hosts", "num_workers", "num_devices"), [(3, 3, 1), (2, 3, 1), (2, 2, 2)])
 def test_layouts_give_the_numbers_of_one_process(network, num_hosts, num_workers, num_devices):
     hosts = network(num_hosts)
@@ -43,6 +46,7 @@ def test_layouts_give_the_numbers_of_one_process(network, num_hosts, num_workers
         check_same_numbers(pool.run(programs.train, 10, num_devices=num_devices), 10)
 
 
+@pytest.mark.slow
 def test_torchrun_jobs_span_hosts(network):
     hosts = network(2)
     hosts.shape(1, delay_ms=2)
@@ -92,6 +96,7 @@ def cut_while_training(hosts, cut, folder, **options):
     return [outcome.error for outcome in outcomes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cut_link_is_noticed_by_the_missing_heartbeat(network, tmp_path, cut):
     errors = cut_while_training(network(3), [cut], tmp_path, heartbeat_s=2.0)
@@ -104,6 +109,7 @@ def test_a_cut_link_is_noticed_by_the_missing_heartbeat(network, tmp_path, cut):
         assert "no sign of life for 2 s" in str(error)
 
 
+@pytest.mark.slow
 def test_a_cut_link_is_noticed_by_the_deadline(network, tmp_path):
     errors = cut_while_training(network(3), [2], tmp_path, deadline_s=3.0, heartbeat_s=60.0)
     for rank, error in enumerate(errors):
@@ -112,6 +118,7 @@ def test_a_cut_link_is_noticed_by_the_deadline(network, tmp_path):
         assert blamed(error) == ({0, 1} if rank == 2 else {2}), error
 
 
+@pytest.mark.slow
 def test_every_link_can_be_cut(network, tmp_path):
     errors = cut_while_training(network(2), [0, 1], tmp_path, heartbeat_s=2.0)
     assert [blamed(error) for error in errors] == [{1}, {0}]

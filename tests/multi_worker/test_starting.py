@@ -26,6 +26,7 @@ def outcomes_of(size, program, *args, network=None, **kwargs):
     return outcomes
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_worker_is_waited_for(late):
     delays = [0.0, 0.0]
@@ -33,6 +34,7 @@ def test_a_late_worker_is_waited_for(late):
     assert [outcome.value for outcome in outcomes_of(2, programs.start, tuple(delays))] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_worker_that_never_starts_is_named(missing):
     delays = [0.0] * 3
@@ -44,6 +46,7 @@ def test_a_worker_that_never_starts_is_named(missing):
             assert "within 2 s" in str(outcome.error)
 
 
+@pytest.mark.slow
 def test_a_leader_that_never_starts_is_named():
     _, *others = outcomes_of(3, programs.start, (-1, 0.0, 0.0), 2.0)
     for outcome in others:
@@ -78,6 +81,7 @@ def test_a_host_that_is_cut_off_at_the_start(network):
     assert "10.77.0.1:" in str(last.error)
 
 
+@pytest.mark.slow
 def test_the_job_starts_over_a_slow_link(network):
     hosts = network(2)
     hosts.shape(1, delay_ms=50, loss_percent=1)
@@ -129,6 +133,7 @@ def lose_while_starting(seed):
     return late, unnamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_a_rank_lost_while_the_job_starts_ends_the_others(seed):
     late, _ = lose_while_starting(seed)
@@ -182,6 +187,7 @@ def wait_for_files(folder, number):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_worker_that_is_started_again_alone(tmp_path, index):
     with Workers(3) as workers:
@@ -204,6 +210,7 @@ def test_a_worker_that_is_started_again_alone(tmp_path, index):
         assert "start the job again" in str(again.error)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_started_again_when_the_others_have_ended():
     with Workers(2) as workers:
         for future in [workers.start(i, programs.sum_of_ones)[0] for i in range(2)]:
@@ -220,6 +227,7 @@ def test_a_worker_that_is_started_again_when_the_others_have_ended():
             assert future.result().value == 2.0
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_started_twice(tmp_path):
     with Workers(2) as workers:
         first = workers.start(1, programs.sum_of_ones, 4.0)[0]

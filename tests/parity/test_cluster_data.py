@@ -123,6 +123,7 @@ def all_equal(expected, got):
     return all(equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measured_cases(layout, results):
     ranks = results(layout)

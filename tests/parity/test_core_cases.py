@@ -64,7 +64,8 @@ def grouped(cases):
     groups = defaultdict(list)
     for case in cases:
         groups[group_of(case)].append(case)
-    return [pytest.param(members, id=name) for name, members in groups.items()]
+    marks = {"8-fit": pytest.mark.end_to_end}
+    return [pytest.param(members, id=name, marks=marks.get(name, ())) for name, members in groups.items()]
 
 
 @pytest.mark.parametrize("cases", grouped(c for c in CASES if not c.tf_bug and c.id not in KNOWN))

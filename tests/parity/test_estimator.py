@@ -121,6 +121,7 @@ def results(tmp_path_factory):
     return of
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", CLUSTERS)
 def test_measured_clusters(layout, results):

@@ -56,6 +56,7 @@ def test_in_one_process(version, devices):
     assert printed(guide_numbers(devices, version), version) == PRINTED[version]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("version", PRINTED)
 @pytest.mark.parametrize("devices", [None, cpu_devices(2)], ids=["2 processes", "2 processes x 2 replicas"])
 def test_in_two_processes(version, devices, process_pool):

@@ -177,6 +177,7 @@ def wrong_results(expected_by_id, ranks, layout):
     return wrong
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measured_cases(layout, results):
     expected = {case_id: by_process(case, layout) for case_id, case in cases_of(layout).items()}
@@ -217,6 +218,7 @@ def test_construction(case_id, monkeypatch):
         assert equal(case["expected"], got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case_id", [i for i in CASES if re.fullmatch(LOSS, i)])
 def test_loss_of_a_worker(case_id, tmp_path):
     """The survivors' steps, and the kinds of their errors; TF's seconds are not compared."""

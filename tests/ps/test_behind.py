@@ -186,6 +186,7 @@ def test_a_gradient_of_rows_and_of_all_is_one_tensor(cluster):
     torch.testing.assert_close(net.table.weight.detach(), plain.table.weight.detach(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, which looks into the pull
 def test_a_compiled_module_after_a_step(cluster):
     def fn(net, optimizer, x):

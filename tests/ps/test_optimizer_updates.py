@@ -466,6 +466,7 @@ def test_other_dtypes(make, dtype):
     assert rig.difference() <= (1e-2 if dtype.itemsize == 2 else 1e-6)
 
 
+@pytest.mark.slow
 def test_pushes_of_several_workers_at_once():
     """Integers in float64, so that the order of the pushes does not matter."""
     num_workers, num_pushes = 4, 40

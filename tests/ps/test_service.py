@@ -137,6 +137,7 @@ tensors = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=300)
 @given(
     st.sampled_from(KINDS),

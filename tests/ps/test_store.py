@@ -240,6 +240,7 @@ def test_scalars_have_no_rows():
         store.rows([(W, torch.tensor([0]))])
 
 
+@pytest.mark.slow
 def test_no_torn_reads():
     store = make_store(torch.zeros(LARGE))
     stop = threading.Event()

@@ -183,6 +183,7 @@ def most_memory():
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_larger_than_the_memory_it_takes(cluster, connect, tmp_path):
     strategy, coordinator = connect(cluster, FixedShardsPartitioner(16))
     rows = 1 << 20

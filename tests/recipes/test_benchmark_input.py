@@ -14,6 +14,7 @@ def test_hidden_part_is_what_of_the_shorter_goes_on_behind_the_longer():
     assert benchmark_input.hidden_part({"load": 2.0, "compute": 4.0, "both": 4.0}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read as Linux tells it")
 def test_peak_memory_is_that_of_the_call_alone():
     # In a process of its own: memory that other tests have freed would be used again.

@@ -74,6 +74,7 @@ def test_ratios_are_those_of_rounds():
     assert benchmark.median_of(ours, "rate") == 3.5
 
 
+@pytest.mark.slow
 def test_failures_of_the_other_side_are_told(tmp_path):
     with pytest.raises(RuntimeError, match=r"/no/python can't be started: .*No such file"):
         benchmark.run_script("/no/python", "tensorflow_parameter_server.py", {})

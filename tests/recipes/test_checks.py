@@ -78,6 +78,7 @@ def test_wrong_spans_and_choices():
         checks.choice(OPTIONS, "n", [1, 2])
 
 
+@pytest.mark.slow
 def test_every_recipe_has_a_profile():
     for recipe in RECIPES:
         config = settings(recipe)
@@ -119,6 +120,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_wrong_numbers(recipe):
     for name in INTEGERS[recipe]:

@@ -103,6 +103,7 @@ def test_multirun(tmp_path):
     assert len({summary["accuracy"] for summary in summaries}) == 1, "with one replica the strategies agree"
 
 
+@pytest.mark.slow
 def test_fp16_scales_the_loss(tmp_path):
     process = start(
         tmp_path,
@@ -117,12 +118,14 @@ def test_fp16_scales_the_loss(tmp_path):
     assert float(summary["accuracy"]) > 0.3
 
 
+@pytest.mark.slow
 def test_error_reaches_the_user(tmp_path):
     process = start(tmp_path, str(RECIPE), *SMALL, "learning_rate=table")
     assert process.returncode != 0
     assert re.search(r"no entry for a global batch of 64, only for 5, 10, 20\. Add one by", process.stderr)
 
 
+@pytest.mark.slow
 def test_independent_copies_are_refused(tmp_path):
     process = start(tmp_path, *TORCHRUN, str(RECIPE), *SMALL, "strategy=one_device")
     assert process.returncode != 0

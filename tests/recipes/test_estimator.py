@@ -40,6 +40,7 @@ def checked(output, folder, steps):
     return float(summary["accuracy"])
 
 
+@pytest.mark.slow
 def test_alone_and_a_second_start_goes_on(tmp_path):
     accuracy = checked(layouts.run_all(layouts.alone(RECIPE, *SMALL), tmp_path), tmp_path, steps=40)
     assert accuracy > 0.4
@@ -113,6 +114,7 @@ def test_parameter_servers(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_linear_model_ends_where_that_of_tf_does(tmp_path):
     options = ["linear=true", "folder=run", "strategy=mirrored", layouts.TWO_LOCAL]
     output = layouts.run_all(layouts.alone(RECIPE, *options), tmp_path)

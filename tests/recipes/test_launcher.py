@@ -120,6 +120,7 @@ def wait(process):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_workers_get_the_resolved_configuration_and_the_run_directory(start, tmp_path):
     status, out, err = wait(start("number=4"))
     assert status == 0, err
@@ -167,6 +168,7 @@ def test_multirun_starts_new_workers_for_each_job(start, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "cause"),
     [
@@ -236,6 +238,7 @@ def test_signals_end_all_workers(start, tmp_path, sent, to_all):
     assert all_ended(told(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["replaced", *(pytest.param(place, marks=pytest.mark.slow) for place in ("caught", "starting"))]
 )

@@ -107,6 +107,7 @@ def train_alone(data):
     return float(auc.result())
 
 
+@pytest.mark.slow
 def test_a_cluster_is_made_of_the_same_command_or_of_bare_servers(tmp_path):
     """The ps runs the recipe, and the worker a server that finds none of the recipe's modules."""
     addresses = layouts.free_addresses(3)

@@ -171,6 +171,7 @@ def fit_and_fail_on_one_rank(folder):
         model.fit(torch.ones(20, 2), torch.ones(20, 1), batch_size=2, verbose=0, callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_if_one_rank_fails_all_leave_their_traces(tmp_path):
     with ts.testing.ProcessPool(2) as pool:
         one, other = pool.outcomes(fit_and_fail_on_one_rank, tmp_path)

@@ -45,6 +45,7 @@ def records(folder):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*-*.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes as Linux tells them")
 def test_every_task_runs_the_recipe(recipe, tmp_path, capfd):
     numbers = {"ps": 1, "chief": 1, "worker": 2, "evaluator": 1}
@@ -66,6 +67,7 @@ def test_a_task_that_fails_is_started_again(recipe, tmp_path, capfd):
     assert capfd.readouterr().out.count("worker 0 ended with exit status 3; starting it again") == 2
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_too_often_ends_all(recipe, tmp_path):
     numbers = {"worker": 1, "evaluator": 1}
     with pytest.raises(RuntimeError, match=r"worker 0 ended with exit status 3\. What it printed: .*worker_0"):
@@ -74,6 +76,7 @@ def test_a_task_that_fails_too_often_ends_all(recipe, tmp_path):
     assert "worker_0-2" not in records(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes as Linux tells them")
 def test_tasks_end_with_their_starter(recipe, tmp_path):
     program = (

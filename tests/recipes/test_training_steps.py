@@ -41,6 +41,7 @@ def train_all(case):
     return {way: train(case, way) for way in installed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_ways_train_to_the_same_weights(setting):
     case = options(setting)

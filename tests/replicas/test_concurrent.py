@@ -39,6 +39,7 @@ def test_concurrent_guide_program_equals_turns():
         ts.MirroredStrategy = original
 
 
+@pytest.mark.slow
 def test_many_short_concurrent_runs(concurrent):
     """Everything that replica functions use at once: metrics, variables, losses, buffers, logs, fresh parameters."""
     with concurrent.scope():

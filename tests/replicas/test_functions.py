@@ -123,6 +123,7 @@ def losses_and_graphs(decorated):
     return losses_of_epochs(None, backend, decorated), backend.num_graphs
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("decorated", ["replica", "epoch"])
 def test_two_processes(decorated, process_pool):
     expected = losses_of_epochs([], None, decorated=None)
@@ -204,6 +205,7 @@ def run_tutorial(devices, decorate):
     return float(test_loss.compute()), predictions.detach()
 
 
+@pytest.mark.end_to_end
 def test_tutorial_with_metrics_and_evaluation(backend):
     loss, predictions = run_tutorial([], lambda fn: fn)
     for devices in ([], ["cpu:0", "cpu:1"]):
@@ -435,6 +437,7 @@ def test_gradients_of_gradients(whole, caplog):
     assert len([line for line in lines(caplog) if "gradients are differentiated" in line]) == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_the_compiler_in_backward_says_how_to_do_without():
     model, x = nn.Linear(3, 2), torch.ones(2, 3, requires_grad=True)
     forward = ts.function(lambda: model(x).square().sum(), jit_compile=True, backend="aot_eager")

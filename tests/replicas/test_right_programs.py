@@ -29,6 +29,7 @@ def test_processes_train_as_replicas_in_one_do(program, process_pool):
         assert torch.allclose(result, expected, rtol=0, atol=1e-6 if expected.dtype is torch.float32 else 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starts_at", [0, 40])
 def test_averages_written_past_their_versions_are_averaged(starts_at):
     strategy = ts.MirroredStrategy(devices(2))

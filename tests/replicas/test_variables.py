@@ -66,6 +66,7 @@ def test_training_in_two_processes(process_pool):
                 np.testing.assert_allclose(many[name], value, atol=1e-10, err_msg=name)
 
 
+@pytest.mark.slow
 def test_compiled_module_with_variables():
     one = train([])
     for devices in ([], cpu_devices(2)):

@@ -19,6 +19,7 @@ def test_numbers_of_mirrored_in_two_processes(variant, hosting, way, process_poo
         assert largest_difference(one, other) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["bf16", ts.experimental.PowerSGD(1, start_after=1)], ids=str)
 @pytest.mark.parametrize("hosting", IN_PROCESSES)
 def test_numbers_of_mirrored_with_compressed_gradients(hosting, compression, process_pool):

@@ -222,6 +222,7 @@ def test_configuration_of_the_guide():
         assert "2 parameter server(s)" in warnings[0]
 
 
+@pytest.mark.end_to_end
 def test_program_of_the_guide(cluster_of, tmp_path):
     """It prints the same on one worker and on two, and goes on where others have saved."""
     code = re.search(r"```python\n(.*?)```", GUIDE_PATH.read_text(), re.DOTALL)[1]

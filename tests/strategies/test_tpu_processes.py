@@ -43,6 +43,7 @@ def test_chips_train_like_one_process(name, size, path, process_pool):
         assert largest_difference(on_cpus, on_chips) <= 1e-10
 
 
+@pytest.mark.slow
 def test_buffers_metrics_collectives_and_checkpoints(path, tmp_path, process_pool):
     for on_chips, on_cpus in process_pool(3).run(chips.everything_on_chips_and_on_cpus, path, str(tmp_path)):
         assert on_chips["restored"]
@@ -85,6 +86,7 @@ def test_ranks_in_different_collectives(path, process_pool):
         assert "The ranks are not in the same collective" in message
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_device(path, process_pool):
     for message in process_pool(2).run(chips.one_device_twice, path):
         assert message.startswith("The processes drive the XLA devices [0, 0], in the order of ranks")

@@ -324,6 +324,7 @@ class Logging(torch.nn.Linear):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_inside_a_compiled_module(writer, tmp_path):
     model, x = Logging(3, 2), torch.ones(4, 3)
@@ -337,6 +338,7 @@ def test_inside_a_compiled_module(writer, tmp_path):
     assert len({value for _, value in written}) == 1
 
 
+@pytest.mark.slow
 def test_files_are_complete_when_the_program_ends(tmp_path):
     program = f"""
 import torchstrategy as ts

@@ -144,6 +144,7 @@ if sys.argv[1] == "fail":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "end", [pytest.param("end", marks=pytest.mark.slow), pytest.param("fail", marks=pytest.mark.slow), "wait"]

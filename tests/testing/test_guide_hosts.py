@@ -41,6 +41,7 @@ def network():
         yield network
 
 
+@pytest.mark.slow
 def test_a_slow_link_does_not_change_the_weights(network):
     network.shape(1, delay_ms=5, rate_mbit=50, loss_percent=0.5)
     alone = train(10)

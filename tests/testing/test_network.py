@@ -133,6 +133,7 @@ with Network(2) as network:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_program_is_interrupted(number):
     network_or_skip(1).close()

@@ -41,6 +41,7 @@ def test_processes_are_ranks_and_are_reused(process_pool):
     assert [row[1] for row in process_pool(2).run(environment)] == [row[1] for row in first]
 
 
+@pytest.mark.slow
 def test_errors_carry_rank_and_traceback():
     with ts.testing.ProcessPool(2) as pool:
         before = pool.run(environment)

@@ -109,6 +109,13 @@ def load_variable(ckpt_dir_or_file: _Path, name: str) -> Tensor:
         NotFoundError: there is no such file, or no such tensor in it.
         DataLossError: the file is damaged or no checkpoint of this library.
         ValueError: the directory has no checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = ts.train.Checkpoint(step=torch.tensor(3)).write(f"{folder}/x")
+        ...     ts.train.load_variable(path, "step")
+        tensor(3)
     """
     return load_checkpoint(ckpt_dir_or_file).get_tensor(name)
 
@@ -123,6 +130,13 @@ def list_variables(ckpt_dir_or_file: _Path) -> list[tuple[str, list[int]]]:
         NotFoundError: there is no such file.
         DataLossError: the file is damaged or no checkpoint of this library.
         ValueError: the directory has no checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = ts.train.Checkpoint(step=torch.tensor(3)).write(f"{folder}/x")
+        ...     ts.train.list_variables(path)
+        [('step', [])]
     """
     return list(load_checkpoint(ckpt_dir_or_file).get_variable_to_shape_map().items())
 

@@ -73,6 +73,11 @@ def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> N
         RuntimeError: the system is not initialised.
         TypeError: ``cluster_resolver`` is another kind of resolver.
         UnimplementedError: the TPU is not this host's.
+
+    Example:
+        >>> resolver = ts.cluster_resolver.TPUClusterResolver("local")
+        >>> topology = ts.tpu.experimental.initialize_tpu_system(resolver)
+        >>> ts.tpu.experimental.shutdown_tpu_system(resolver)
     """
     _checked(cluster_resolver).check_local("shutdown_tpu_system")
     system.shutdown()

@@ -3,6 +3,7 @@
 import io
 import itertools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,6 +145,7 @@ def test_elements_are_those_of_a_list(source, size, chain, batch):
         assert dataset.cardinality() == len(expected)
 
 
+@pytest.mark.end_to_end
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(sources, st.integers(0, 14), chain_of(EXACT, RANDOM), st.integers(0, 4), st.integers(0, 20), st.integers(0, 1))
 def test_a_resumed_dataset_gives_exactly_the_rest(source, size, chain, batch, stop, num_epochs_before):

@@ -46,6 +46,7 @@ def test_batches_of_the_dataset_are_shared_out():
     assert len(loader) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_epochs_differ_and_torchs_seed_decides(persistent_workers):
     for seed in (None, 1):

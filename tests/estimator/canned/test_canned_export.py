@@ -24,6 +24,7 @@ STEPS = bucketized_column(X, [1.0])
 PETS = categorical_column_with_identity("pets", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

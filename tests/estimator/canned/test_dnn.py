@@ -129,6 +129,7 @@ def test_moving_averages_are_those_of_all_replicas(tmp_path):
     np.testing.assert_allclose(v["dnn/hiddenlayer_0/batchnorm_0/moving_mean"], 0.001 * hidden, rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_embeddings(tmp_path):
     city = categorical_column_with_vocabulary_list("city", ["Ulm", "Bonn"])
     feature_columns = [embedding_column(city, dimension=4), indicator_column(city), numeric_column("x")]
@@ -176,6 +177,7 @@ def test_combined_logits_are_the_sum(tmp_path, make_config):
     assert (v["linear/linear_model/bias_weights"] != 0).all()
 
 
+@pytest.mark.slow
 def test_each_part_has_its_optimizer():
     estimator = combined(None, linear_optimizer="SGD")
     spec = estimator.model_fn({"feats": torch.ones(1)}, torch.ones(1), "train", estimator.config)

@@ -207,6 +207,7 @@ def test_double_precision():
     assert model({"price": [1.0], "wire": ["omar"]}).dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_without_strings_a_model_can_be_exported():
     day = fc.categorical_column_with_identity("day", 7)
     code = fc.categorical_column_with_vocabulary_list("code", [30, 10, 20])

@@ -144,6 +144,7 @@ def test_fit_reads_a_dictionary_with_strings():
     torch.testing.assert_close({name.removeprefix("module."): x for name, x in model.state_dict().items()}, expected)
 
 
+@pytest.mark.end_to_end
 def test_parameter_servers_train_as_one_process(local_cluster):
     strategy = ts.ParameterServerStrategy(local_cluster(num_workers=1, num_ps=2).resolver())
     with strategy.scope():

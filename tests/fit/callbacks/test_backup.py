@@ -57,6 +57,7 @@ KILLS = [{"step": 3}, {"step": 6}, {"step": STEPS}, {"epoch": 1}, {"write": 2}]
 QUICK = [(TWO, 3, {"step": STEPS + 3})]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("devices", "save_freq", "kill"), QUICK)
 def test_killed_and_started_again(process_pool, unbroken, tmp_path, devices, save_freq, kill):
     check_killed(process_pool, unbroken, tmp_path, devices, save_freq, kill)
@@ -80,6 +81,7 @@ def check_killed(process_pool, unbroken, tmp_path, devices, save_freq, kill):
     assert len(os.listdir(tmp_path / "broken" / "backup")) == 2  # no partial file is left
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("kill", "save_freq"),
     [({"step": 7, "rank": 1}, 3), pytest.param({"epoch": 1, "rank": 0}, "epoch", marks=pytest.mark.slow)],

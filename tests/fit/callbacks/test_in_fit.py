@@ -326,6 +326,7 @@ def test_lines(devices, capsys):
     assert re.fullmatch(expected, capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_real_terminal():
     program = (
         "import torch, torchstrategy as ts\n"

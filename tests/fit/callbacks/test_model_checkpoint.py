@@ -197,6 +197,7 @@ def save_with_processes(folder):
     return model.module.weight.tolist(), sorted(os.listdir(f"{folder}/weights"))
 
 
+@pytest.mark.end_to_end
 def test_processes_save_as_one(process_pool, tmp_path):
     first, second = process_pool(2).run(save_with_processes, str(tmp_path))
     assert first == second

@@ -23,6 +23,7 @@ def best_weights():
 MAKERS = [best_weights, test_in_fit.plateau, test_in_fit.schedule, test_in_fit.torch_epochs, test_in_fit.torch_steps]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("make", MAKERS)
 def test_it_trains_as_one_replica(strategy, make):
     expected = test_in_fit.train([], make(), optimizer="torch")

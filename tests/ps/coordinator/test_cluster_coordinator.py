@@ -428,6 +428,7 @@ def test_an_iterator_of_this_process_is_refused_with_the_remedy(coordinator, mak
         coordinator.schedule(next, args=(iter(make()),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "expected"),
     [

@@ -29,6 +29,7 @@ def start(tmp_path):
         program.kill()
 
 
+@pytest.mark.slow
 def test_cluster_state_not_disrupted(cluster, make_job):
     """Coordinators one after another over the same servers, whatever became of the one before."""
     first = make_job(cluster)
@@ -74,6 +75,7 @@ def test_old_coordinator_is_refused(job, make_job):
     assert int(new.iterations) == 2
 
 
+@pytest.mark.slow
 def test_stopped_coordinator_that_returns_is_refused(quick_cluster, make_job, start):
     program = start(programs.stream, quick_cluster)
     start.diary.wait_for("streams")
@@ -103,6 +105,7 @@ def test_stopped_coordinator_goes_on(quick_cluster, start, heartbeats):
     assert start.diary.lines() == ["streams", "ends well"]
 
 
+@pytest.mark.end_to_end
 def test_killed_coordinator_restores_a_checkpoint(cluster, start, tmp_path):
     diary = start.diary
     arguments = (programs.train, cluster, str(tmp_path / "model"), 60, 10)
@@ -136,6 +139,7 @@ def test_functions_of_a_killed_coordinator_change_nothing(cluster, make_job, sta
     assert int(job.iterations) == 2
 
 
+@pytest.mark.slow
 def test_two_coordinators_at_the_same_moment(cluster, start):
     """One of them goes on, the other is told."""
     diary = start.diary

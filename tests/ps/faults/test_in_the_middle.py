@@ -30,6 +30,7 @@ def kill_now_and_then(job, seed, fn=None, make_args=None):
     return results
 
 
+@pytest.mark.end_to_end
 def test_push_is_whole_or_nothing(cluster, make_job):
     job = make_job(cluster, variable_partitioner=ts.experimental.partitioners.FixedShardsPartitioner(2))
     with job.strategy.scope():
@@ -54,6 +55,7 @@ def test_push_is_whole_or_nothing(cluster, make_job):
         assert bool((part == part[0]).all())
 
 
+@pytest.mark.slow
 def test_result_is_whole_or_comes_again(job):
     def fill(number):
         return {"number": number, "values": torch.full((NUM_ELEMENTS,), float(number))}
@@ -66,6 +68,7 @@ def test_result_is_whole_or_comes_again(job):
     job.coordinator.join()
 
 
+@pytest.mark.slow
 def test_function_with_large_arguments(job):
     """Workers are killed while they receive them, too."""
 

@@ -91,6 +91,7 @@ def test_all_workers_stopped(job):
     job.wait_until_ready()
 
 
+@pytest.mark.end_to_end
 def test_stopped_worker_is_killed_and_started_again(job):
     job.train_without_end(6)
     job.cluster.stop_signal("worker", 0)

@@ -238,6 +238,7 @@ raw = st.lists(st.binary(max_size=60), max_size=4)
 shaped = st.fixed_dictionaries(dict.fromkeys(("kind", "fields", "tensors", "blobs"), json_values))
 
 
+@pytest.mark.slow
 @few
 @given(messages)
 def test_fuzz_round_trip(message):

@@ -16,6 +16,7 @@ Listener("127.0.0.1:0", None)
 """
 
 
+@pytest.mark.slow
 def test_the_library_is_importable_without_them():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
     assert len(done.stdout) == 65

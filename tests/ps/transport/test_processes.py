@@ -84,6 +84,7 @@ def loop():
         yield loop
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed_and_its_port_is_free(loop):
     """Although a child of the server, forked while it served, is still there."""
     with process(_serve, "127.0.0.1:0", has_child=True) as (server, address):
@@ -101,6 +102,7 @@ def test_a_killed_server_is_noticed_and_its_port_is_free(loop):
             assert handler.next_event()[0] == "ready"
 
 
+@pytest.mark.slow
 def test_a_killed_client_is_noticed():
     with serving(heartbeat_s=LONG_S) as (listener, service):
         with process(_connect, listener.address, has_child=True) as (client, _):
@@ -110,6 +112,7 @@ def test_a_killed_client_is_noticed():
         wait_until(lambda: not listener._tensors._sessions)
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_lost_and_comes_back(loop):
     with process(_serve, "127.0.0.1:0", heartbeat_s=1.0) as (server, address):
         peer, handler = connected(loop, address, heartbeat_seconds=1.0)
@@ -125,6 +128,7 @@ def test_a_stopped_server_is_lost_and_comes_back(loop):
             assert channel.call(Message("echo", {"a": 1})).fields == {"a": 1}
 
 
+@pytest.mark.slow
 def test_a_stopped_client_is_lost():
     with (
         serving(heartbeat_s=1.0) as (listener, service),
@@ -200,6 +204,7 @@ def _end_without_closing(address):
 _left = []
 
 
+@pytest.mark.slow
 def test_a_program_that_closes_nothing_ends():
     with serving() as (listener, _):
         program = SPAWN.Process(target=_end_without_closing, args=(listener.address,))

@@ -68,6 +68,7 @@ def test_wrong_arguments(capsys):
     assert main(["verify", "--steps=0", str(SCRIPTS / "ddp_script.py")]) == 2
 
 
+@pytest.mark.slow
 def test_a_failing_script(verify, tmp_path):
     output = verify(script(tmp_path, "raise LookupError('no data')"), status=2)
     assert "The script fails with one replica" in output

@@ -24,6 +24,7 @@ def test_cause_is_named_in_one_process(kind, mistake):
 QUICK = [("mlp", "one rank"), ("mlp", "seen twice")]  # each starts processes, which takes seconds
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "mistake"),

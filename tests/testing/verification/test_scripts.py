@@ -47,6 +47,7 @@ def names(kind, mistake):
     )
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("kind", "mistake"), [names(*case) for case in CASES])
 def test_cause_is_named(kind, mistake, start):
     report = verify_script(SCRIPT, [kind, mistake], start=start, timeout_s=60)
@@ -61,6 +62,7 @@ def test_cause_is_named(kind, mistake, start):
     assert wrong == (["1 replica in one process"] if mistake == "constant divisor" else TITLES), str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "kinds"),
     [

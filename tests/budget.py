@@ -1,0 +1,74 @@
+"""What a test of ``make test`` may cost: half a second of CPU time, or a mark.
+
+``slow`` tests run elsewhere; ``end_to_end`` ones, some sixty that were picked, start processes or train whole programs,
+and run in ``make test`` all the same. Of any other test is counted what this process computes for it, and those that it
+has started and waited for, or that still live. A process that came from the server of processes and has ended is not
+seen; its start counts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import resource
+import time
+from typing import NamedTuple
+
+BUDGET_S = 0.5
+#: A test fails far above its budget only: processors are not equally fast, and tests beside it take their caches.
+LIMIT_S = 4 * BUDGET_S
+START_S = 0.15
+MARKS = ("slow", "end_to_end")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_num_started = 0
+
+
+class Cost(NamedTuple):
+    """What had been computed at some moment.
+
+    Args:
+        own: CPU seconds of this process and of children that it has waited for.
+        living: of its living processes, by pid.
+        num_started: how many it has started.
+    """
+
+    own: float
+    living: dict[int, float]
+    num_started: int
+
+
+def cost() -> Cost:
+    """Return what has been computed up to now."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    pids = [process.pid for process in list(multiprocessing.process._children)]
+    living = {pid: seconds for pid in pids if (seconds := _seconds_of(pid)) is not None}
+    return Cost(time.process_time() + children.ru_utime + children.ru_stime, living, _num_started)
+
+
+def since(before: Cost) -> float:
+    """Return the CPU seconds since a moment."""
+    now = cost()
+    living = sum(seconds - before.living.get(pid, 0.0) for pid, seconds in now.living.items())
+    num_ended = now.num_started - before.num_started - len(now.living.keys() - before.living.keys())
+    return now.own - before.own + living + START_S * max(0, num_ended)
+
+
+def watch_starts() -> None:
+    """Count the processes that this one starts from now on."""
+    plain = multiprocessing.process.BaseProcess.start
+
+    def start(process):
+        global _num_started
+        _num_started += 1
+        plain(process)
+
+    multiprocessing.process.BaseProcess.start = start
+
+
+def _seconds_of(pid: int) -> float | None:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:  # it has ended, or the system has no such files
+        return None
+    return sum(map(int, fields[11:15])) / _TICKS
