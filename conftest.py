@@ -16,7 +16,7 @@ from torchstrategy.testing.fixtures import local_cluster, process_pool  # noqa: 
 
 ROOT = Path(__file__).parent
 #: Whose examples start the TPU system; tests/tpu/test_docs.py runs them, each in a process of its own.
-TPU_DOCTESTS = {"torchstrategy/tpu/strategy.py", "torchstrategy/tpu/experimental.py"}
+TPU_DOCTESTS = {"torchstrategy/tpu/tpu_strategy.py", "torchstrategy/tpu/experimental.py"}
 
 
 def pytest_configure():

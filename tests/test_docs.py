@@ -49,7 +49,14 @@ def run_page(text, name):
                 exec(compiled, names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+DEAR_PAGES = ["README.md", "docs/guide/canned_estimators.md", "docs/guide/parameter_server.md"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.end_to_end] if page_id(p) in DEAR_PAGES else []) for p in PAGES],
+    ids=page_id,
+)
 def test_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -167,17 +167,6 @@ for name in {MODULES}:
     assert set(done.stdout.splitlines()) == {"[]"}
 
 
-def test_pipelines_do_without_torchdata():
-    program = """
-import sys
-sys.modules["torchdata"] = None
-import torchstrategy as ts
-print([int(x) for x in ts.data.Dataset.range(4).map(lambda x: x + 1, num_parallel_calls=2).prefetch(2)])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "[1, 2, 3, 4]"
-
-
 @pytest.mark.end_to_end
 def test_what_a_program_does_not_use_is_not_imported():
     program = """

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchstrategy.testing.cluster import _without_program
+from torchstrategy.testing.local_cluster import _without_program
 from torchstrategy.testing.processes import process_context
 
 

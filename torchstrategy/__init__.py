@@ -52,19 +52,19 @@ if typing.TYPE_CHECKING:
         train,
         utils,
     )
-    from torchstrategy.data.context import InputContext
-    from torchstrategy.data.dataset import DistributedDataset, DistributedIterator
+    from torchstrategy.data.distributed_dataset import DistributedDataset, DistributedIterator
+    from torchstrategy.data.input_context import InputContext
     from torchstrategy.fit.model import Model
     from torchstrategy.fit.sidecar import SidecarEvaluator
     from torchstrategy.losses.layer_losses import add_loss, losses_of, regularize
+    from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
     from torchstrategy.ps.server import Server
-    from torchstrategy.ps.strategy import ParameterServerStrategy
     from torchstrategy.replicas.distributed_variables import MirroredVariable
     from torchstrategy.replicas.functions import function
     from torchstrategy.replicas.on_read import SyncOnReadVariable
     from torchstrategy.replicas.variables import Variable
     from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
-    from torchstrategy.tpu.strategy import TPUStrategy
+    from torchstrategy.tpu.tpu_strategy import TPUStrategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -134,17 +134,17 @@ __all__ = [
 #: Where the names are that are imported when they are first used. Few programs need many of them, and all together take
 #: 8 MB of each process and as long to import as the rest.
 _LATER = {
-    "DistributedDataset": "torchstrategy.data.dataset",
-    "DistributedIterator": "torchstrategy.data.dataset",
-    "InputContext": "torchstrategy.data.context",
+    "DistributedDataset": "torchstrategy.data.distributed_dataset",
+    "DistributedIterator": "torchstrategy.data.distributed_dataset",
+    "InputContext": "torchstrategy.data.input_context",
     "MirroredVariable": "torchstrategy.replicas.distributed_variables",
     "Model": "torchstrategy.fit.model",
     "MultiWorkerMirroredStrategy": "torchstrategy.strategies.multi_worker",
-    "ParameterServerStrategy": "torchstrategy.ps.strategy",
+    "ParameterServerStrategy": "torchstrategy.ps.parameter_server_strategy",
     "Server": "torchstrategy.ps.server",
     "SidecarEvaluator": "torchstrategy.fit.sidecar",
     "SyncOnReadVariable": "torchstrategy.replicas.on_read",
-    "TPUStrategy": "torchstrategy.tpu.strategy",
+    "TPUStrategy": "torchstrategy.tpu.tpu_strategy",
     "Variable": "torchstrategy.replicas.variables",
     "add_loss": "torchstrategy.losses.layer_losses",
     "callbacks": "torchstrategy.callbacks",

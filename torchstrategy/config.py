@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchstrategy.base.devices import full_device_name, visible_devices
-from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.tpu import TPUClusterResolver
 from torchstrategy.replicas.functions import functions_run_eagerly, run_functions_eagerly
 from torchstrategy.xla import system

@@ -71,7 +71,9 @@ def test_num_accelerators_are_what_torch_sees(monkeypatch):
     resolver = TFConfig(environ={"TF_CONFIG": config(index=2)})
     with pytest.raises(ValueError, match="No task with index 2"):
         resolver.num_accelerators()
-    monkeypatch.setattr("torchstrategy.cluster_resolver.base.visible_devices", lambda: ["cuda:0", "cuda:1", "cpu:0"])
+    monkeypatch.setattr(
+        "torchstrategy.cluster_resolver.resolver.visible_devices", lambda: ["cuda:0", "cuda:1", "cpu:0"]
+    )
     assert resolver.num_accelerators("worker", 1) == {"GPU": 2}
-    monkeypatch.setattr("torchstrategy.cluster_resolver.base.visible_devices", lambda: ["cpu:0"])
+    monkeypatch.setattr("torchstrategy.cluster_resolver.resolver.visible_devices", lambda: ["cpu:0"])
     assert resolver.num_accelerators("worker", 1) == {}

@@ -55,7 +55,7 @@ def test_resolver_reads_the_variables_again():
 
 
 def test_resolver_takes_what_is_assigned(monkeypatch):
-    monkeypatch.setattr("torchstrategy.cluster_resolver.base.visible_devices", lambda: ["cuda:0", "cpu:0"])
+    monkeypatch.setattr("torchstrategy.cluster_resolver.resolver.visible_devices", lambda: ["cuda:0", "cpu:0"])
     resolver = ts.cluster_resolver.TorchrunClusterResolver(environ=FULL)
     resolver.task_type, resolver.task_id = "chief", 0
     assert (resolver.task_type, resolver.task_id, resolver.num_accelerators()) == ("chief", 0, {"GPU": 1})

@@ -26,7 +26,7 @@ from tests.data.fake_workers import run_ranks
 from tests.data.profiles import quick, thorough, unshrunk
 from tests.programs import cpu_devices
 from torchstrategy.base.values import get_shares
-from torchstrategy.data.agreement import known_length
+from torchstrategy.data.data_order import known_length
 
 LAYOUTS = [(p, n) for p in range(1, 6) for n in range(1, 6) if p * n <= 5]  # processes, replicas in each
 FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

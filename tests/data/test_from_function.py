@@ -10,8 +10,8 @@ from tests.data.fake_workers import one_process, run_ranks
 from torchstrategy.base.options import InputOptions, InputReplicationMode
 from torchstrategy.base.values import PerReplica, get_shares
 from torchstrategy.data.batch import TensorSpec
-from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_from_function
+from torchstrategy.data.input_context import InputContext
 from torchstrategy.errors import DisagreementError
 
 PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)

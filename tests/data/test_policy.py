@@ -6,7 +6,7 @@ from tests.data.fake_workers import one_process, run_ranks
 from torchstrategy.base.options import AutoShardPolicy
 from torchstrategy.data.distribute import distribute_dataset
 from torchstrategy.data.pipeline.dataset import Dataset
-from torchstrategy.data.pipeline.options import Options
+from torchstrategy.data.pipeline.dataset_options import Options
 from torchstrategy.data.policy import choose_sharding
 from torchstrategy.errors import DisagreementError, InvalidArgumentError, NotFoundError
 

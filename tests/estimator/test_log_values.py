@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchstrategy.estimator.hooks import show_value
+from torchstrategy.estimator.session_hooks import show_value
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ TF_NAMES = {
     r"RaggedTensor": "NestedTensor",
     r"tensorflow\.python\.distribute\.mirrored_strategy": "torchstrategy.strategies.mirrored",
     r"tensorflow\.python\.distribute\.one_device_strategy": "torchstrategy.strategies.one_device",
-    r"tensorflow\.python\.distribute\.input_lib": "torchstrategy.data.dataset",
+    r"tensorflow\.python\.distribute\.input_lib": "torchstrategy.data.distributed_dataset",
     r"tf\.distribute\.InputContext\b": "InputContext",
     r"dtype=tf\.(\w+), name=None": r"dtype=torch.\1",
     r"<tf\.Tensor: shape=\(\), dtype=float32, numpy=(\d\.)0>": r"tensor(\1)",

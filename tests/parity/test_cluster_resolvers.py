@@ -316,7 +316,7 @@ def equal(expected, got):
 def _host_without_gpus(monkeypatch):
     """The figures are of one."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("torchstrategy.cluster_resolver.base.visible_devices", lambda: ["cpu:0"])
+    monkeypatch.setattr("torchstrategy.cluster_resolver.resolver.visible_devices", lambda: ["cpu:0"])
 
 
 @pytest.mark.usefixtures("_host_without_gpus")

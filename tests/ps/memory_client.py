@@ -8,7 +8,7 @@ import torch
 
 from torchstrategy.base.devices import Placement
 from torchstrategy.cluster_resolver import ClusterSpec
-from torchstrategy.ps.strategy import ParameterServerStrategy
+from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
 from torchstrategy.strategies.strategy import Strategy
 
 

@@ -7,8 +7,8 @@ import threading
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.service import ParameterService
 from torchstrategy.ps.transport.channel import TensorChannel
+from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.listener import Listener
-from torchstrategy.ps.transport.loop import ControlLoop
 
 DEADLINE_S = 60
 

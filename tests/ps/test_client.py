@@ -14,7 +14,7 @@ from tests.ps.socket_servers import DEADLINE_S, clients, process_servers, thread
 from torchstrategy.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import Placer
-from torchstrategy.ps.partitioners import FixedShardsPartitioner
+from torchstrategy.ps.partitioning import FixedShardsPartitioner
 from torchstrategy.ps.service import ParameterService
 
 LARGE = 300_000

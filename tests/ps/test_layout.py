@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstrategy.ps.layout import Part, Placer, VariableSpec, cut_evenly
-from torchstrategy.ps.partitioners import FixedShardsPartitioner
+from torchstrategy.ps.partitioning import FixedShardsPartitioner
 
 
 @given(st.integers(0, 200), st.integers(1, 50))

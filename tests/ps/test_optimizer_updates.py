@@ -29,7 +29,7 @@ from torchstrategy.errors import InvalidArgumentError, NotFoundError, Unimplemen
 from torchstrategy.optimizers.ftrl import Ftrl
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.optimizer_updates import attributes_of
-from torchstrategy.ps.partitioners import FixedShardsPartitioner
+from torchstrategy.ps.partitioning import FixedShardsPartitioner
 
 SHAPES = [(7, 4), (5,), (), (2, 3, 2), (0, 3)]
 

@@ -10,8 +10,8 @@ import torch
 
 import torchstrategy as ts
 from torchstrategy.ps.results import decode_error, decode_result, decode_side, encode_error, encode_result
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message, decode, encode
-from torchstrategy.ps.transport.refusals import Limits
 
 
 def over_the_wire(message):

@@ -14,7 +14,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.ps.memory_client import MemoryStrategy
-from torchstrategy.ps.strategy import ParameterServerStrategy
+from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
 from torchstrategy.ps.workshop import Workshop
 
 

@@ -18,7 +18,7 @@ from torchstrategy.base.values import DistributedValues, PerReplica
 
 def on_devices(program, *args, **kwargs):
     """Call a program with a TPU strategy; returns what it returned, on the CPU, and the number of compilations."""
-    from torchstrategy.tpu.strategy import TPUStrategy
+    from torchstrategy.tpu.tpu_strategy import TPUStrategy
 
     strategy = TPUStrategy()
     before = strategy.runtime.num_compilations()

@@ -41,7 +41,7 @@ def blocks_for_tpus():
     return len(found), "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("module", ["torchstrategy.tpu.experimental", "torchstrategy.tpu.strategy"])
+@pytest.mark.parametrize("module", ["torchstrategy.tpu.experimental", "torchstrategy.tpu.tpu_strategy"])
 def test_examples(xla_process, module):
     assert xla_process(4, fresh=True).run(run_examples, module) > 0
 

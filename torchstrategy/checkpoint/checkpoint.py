@@ -13,9 +13,9 @@ from typing import Any
 
 from torchstrategy.base.context import current_replica_context, get_strategy
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
 from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
 from torchstrategy.checkpoint.restoration import Restoration, join
 from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus

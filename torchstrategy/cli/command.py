@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from torchstrategy.base.version import __version__
-from torchstrategy.cli import doctor, keys, launch, server, verify
+from torchstrategy.cli import doctor, keys, launch, serve, verify
 
 __all__ = ["main"]
 
@@ -15,7 +15,7 @@ _COMMANDS = (
     (doctor, "doctor", "say what a job would see here, and what is wrong with it"),
     (launch, "launch", "start a program in several processes"),
     (verify, "verify", "say whether a program gives the numbers of one replica with several, and why not"),
-    (server, "server", "be one worker or parameter server of a cluster"),
+    (serve, "server", "be one worker or parameter server of a cluster"),
     (keys, "keys", "make a secret that lets the processes of one cluster connect"),
 )
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from torchstrategy.cli import elastic, worker
+from torchstrategy.cli import elastic, worker_main
 from torchstrategy.cli.elastic import BACKEND, Agreement, WorkerEnvironments, tf_config
 from torchstrategy.cli.host import num_usable_cores
 from torchstrategy.cli.signals import SignalReceived, until_signal
@@ -131,7 +131,7 @@ def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
             ),
         )
         kind = "-m" if options.module else "--"
-        command = ["-u", worker.__file__, str(os.getpid()), kind, options.program, *options.arguments]
+        command = ["-u", worker_main.__file__, str(os.getpid()), kind, options.program, *options.arguments]
         # torch puts the local rank in the place of ${local_rank}; arguments are the program's own affair.
         command = [part.replace("$", "$$") for part in command]
         try:

@@ -11,11 +11,11 @@ from torchstrategy.base import later
 
 if typing.TYPE_CHECKING:
     from torchstrategy.base.job import Job
-    from torchstrategy.cluster_resolver.base import ClusterResolver
     from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
     from torchstrategy.cluster_resolver.detect import explain, find_job
     from torchstrategy.cluster_resolver.gce import GCEClusterResolver
     from torchstrategy.cluster_resolver.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+    from torchstrategy.cluster_resolver.resolver import ClusterResolver
     from torchstrategy.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
     from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver
     from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
@@ -41,7 +41,7 @@ __all__ = [
 
 #: Strategies use a few of these modules; all together are 1 MB of each process.
 _LATER = {
-    "ClusterResolver": "torchstrategy.cluster_resolver.base",
+    "ClusterResolver": "torchstrategy.cluster_resolver.resolver",
     "ClusterSpec": "torchstrategy.cluster_resolver.cluster_spec",
     "GCEClusterResolver": "torchstrategy.cluster_resolver.gce",
     "Job": "torchstrategy.base.job",

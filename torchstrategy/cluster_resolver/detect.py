@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.address import split_address
-from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import (
     id_in_cluster,
@@ -17,6 +16,7 @@ from torchstrategy.cluster_resolver.multi_worker_util import (
     task_count,
     validate_cluster_spec,
 )
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver, is_step_of_several
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver, names_no_cluster
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver, TorchrunEnvironment

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchstrategy.cluster_resolver.address import format_address
-from torchstrategy.cluster_resolver.base import ClusterResolver
+from torchstrategy.cluster_resolver.api_clients import make_service
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.optional import make_service
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 
 __all__ = ["GCEClusterResolver"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchstrategy.cluster_resolver.address import format_address
-from torchstrategy.cluster_resolver.base import ClusterResolver
+from torchstrategy.cluster_resolver.api_clients import import_optional
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.optional import import_optional
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 
 __all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url
 
 __all__ = ["SimpleClusterResolver", "UnionResolver"]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchstrategy.base.log import warn_once
-from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 
 __all__ = ["SlurmClusterResolver", "expand_hostlist", "expand_tasks_per_node", "is_step_of_several"]
 

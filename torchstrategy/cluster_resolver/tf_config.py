@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url
 
 __all__ = ["TFConfigClusterResolver", "names_no_cluster"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torchstrategy.base.context import set_within
 from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.address import format_address
-from torchstrategy.cluster_resolver.base import ClusterResolver, format_master_url, visible_accelerators
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url, visible_accelerators
 
 __all__ = [
     "TorchrunClusterResolver",

@@ -11,8 +11,8 @@ if typing.TYPE_CHECKING:
     from torchstrategy.data import experimental, readers
     from torchstrategy.data.batch import TensorSpec
     from torchstrategy.data.pipeline.dataset import AUTOTUNE, Dataset, TextLineDataset
+    from torchstrategy.data.pipeline.dataset_options import Options
     from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY
-    from torchstrategy.data.pipeline.options import Options
     from torchstrategy.data.splitters import register_splitter
 
 __all__ = [
@@ -36,7 +36,7 @@ _LATER = {
     "AutoShardPolicy": "torchstrategy.base.options",
     "Dataset": "torchstrategy.data.pipeline.dataset",
     "INFINITE_CARDINALITY": "torchstrategy.data.pipeline.op",
-    "Options": "torchstrategy.data.pipeline.options",
+    "Options": "torchstrategy.data.pipeline.dataset_options",
     "SHARD_HINT": "torchstrategy.data.pipeline.op",
     "TensorSpec": "torchstrategy.data.batch",
     "TextLineDataset": "torchstrategy.data.pipeline.dataset",

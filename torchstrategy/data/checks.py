@@ -18,8 +18,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import warn_once, warning_once
-from torchstrategy.data.agreement import Workers, known_length
 from torchstrategy.data.batch import Components, component_kind
+from torchstrategy.data.data_order import Workers, known_length
 from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.errors import DisagreementError

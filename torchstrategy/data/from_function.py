@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from torchstrategy.base.devices import Placement
-from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import Components, LocalBatch
-from torchstrategy.data.context import InputContext
+from torchstrategy.data.data_order import Workers
+from torchstrategy.data.input_context import InputContext
 from torchstrategy.data.input_pipelines import PipelineReader, PipelinesPosition, combine_states, open_pipelines
 from torchstrategy.data.rounds import Rounds
 from torchstrategy.data.sources import first_element

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import Components, components, from_plain, plain_leaves
+from torchstrategy.data.data_order import Workers
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.position import END, Position, StreamReader
 from torchstrategy.data.rounds import Rounds

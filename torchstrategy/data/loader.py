@@ -23,7 +23,6 @@ from torch.utils.data import (
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.values import BatchShares
-from torchstrategy.data.agreement import OrderDigest, SharedStream, Workers, check_equal, find_generators, known_length
 from torchstrategy.data.batch import (
     Components,
     LocalBatch,
@@ -36,6 +35,7 @@ from torchstrategy.data.batch import (
     split_batch,
 )
 from torchstrategy.data.checks import check_first_batch, held_data
+from torchstrategy.data.data_order import OrderDigest, SharedStream, Workers, check_equal, find_generators, known_length
 from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
 from torchstrategy.data.sources import splittable_element

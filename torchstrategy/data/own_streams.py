@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from torchstrategy.base.devices import Placement
-from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import (
     Components,
     LocalBatch,
@@ -20,6 +19,7 @@ from torchstrategy.data.batch import (
     take,
 )
 from torchstrategy.data.checks import declared_batch_size
+from torchstrategy.data.data_order import Workers
 from torchstrategy.data.input_pipelines import Make, PipelineReader, PipelinesPosition, combine_states, open_pipelines
 from torchstrategy.data.rounds import Rounds
 from torchstrategy.data.sources import splittable_element

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import AutoShardPolicy
-from torchstrategy.data.agreement import Workers, check_equal
+from torchstrategy.data.data_order import Workers, check_equal
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.errors import InvalidArgumentError, NotFoundError
 

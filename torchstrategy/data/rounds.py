@@ -12,7 +12,6 @@ from typing import Any
 
 from torchstrategy.base import tree
 from torchstrategy.base.values import BatchShares
-from torchstrategy.data.agreement import Workers
 from torchstrategy.data.batch import (
     Components,
     LocalBatch,
@@ -23,6 +22,7 @@ from torchstrategy.data.batch import (
     join_parts,
 )
 from torchstrategy.data.checks import check_kinds, kind_of
+from torchstrategy.data.data_order import Workers
 from torchstrategy.errors import DisagreementError
 
 __all__ = ["Rounds"]

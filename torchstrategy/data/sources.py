@@ -64,9 +64,9 @@ from torch.utils.data import DataLoader
 
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
-from torchstrategy.data.agreement import Workers, check_equal, find_generators, known_length
 from torchstrategy.data.batch import Components, LocalBatch, check_splittable, components, signature, split_batch
 from torchstrategy.data.checks import warn_of_other_values
+from torchstrategy.data.data_order import Workers, check_equal, find_generators, known_length
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.position import END, Position, StreamReader, is_resumable
 from torchstrategy.errors import InvalidArgumentError

@@ -33,18 +33,18 @@ if typing.TYPE_CHECKING:
         PoissonRegressionHead,
         RegressionHead,
     )
-    from torchstrategy.estimator.hooks import (
+    from torchstrategy.estimator.input_pipeline_hook import CheckpointInputPipelineHook
+    from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
+    from torchstrategy.estimator.run_config import RunConfig, TaskType
+    from torchstrategy.estimator.saver_hook import CheckpointSaverHook
+    from torchstrategy.estimator.session import Session
+    from torchstrategy.estimator.session_hooks import (
         CheckpointSaverListener,
         SessionRunArgs,
         SessionRunContext,
         SessionRunHook,
         SessionRunValues,
     )
-    from torchstrategy.estimator.input_pipeline_hook import CheckpointInputPipelineHook
-    from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
-    from torchstrategy.estimator.run_config import RunConfig, TaskType
-    from torchstrategy.estimator.saver_hook import CheckpointSaverHook
-    from torchstrategy.estimator.session import Session
     from torchstrategy.estimator.specs import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
     from torchstrategy.estimator.stopping_hooks import (
         FinalOpsHook,
@@ -140,7 +140,7 @@ _NAMES = {
         "PoissonRegressionHead",
         "RegressionHead",
     ),
-    "hooks": (
+    "session_hooks": (
         "CheckpointSaverListener",
         "SessionRunArgs",
         "SessionRunContext",

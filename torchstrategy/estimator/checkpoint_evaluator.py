@@ -14,7 +14,7 @@ from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import SUFFIX, write_file
 from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.estimator.estimator import Estimator
-from torchstrategy.estimator.hooks import CheckpointSaverListener
+from torchstrategy.estimator.session_hooks import CheckpointSaverListener
 from torchstrategy.estimator.specs import EvalSpec
 from torchstrategy.estimator.timers import SecondOrStepTimer
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
-from torchstrategy.estimator.hooks import (
+from torchstrategy.estimator.session_hooks import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,

@@ -13,14 +13,14 @@ from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator import evaluation, training
 from torchstrategy.estimator.building import Definition
-from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook, show_value
+from torchstrategy.estimator.checkpoint_variables import as_array, load_variables
 from torchstrategy.estimator.model_fn import call_model_fn, verify_model_fn_args
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.saved_model import export_saved_model
 from torchstrategy.estimator.serving_input import ServingInputReceiver
+from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook, show_value
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys, check_hooks, check_listeners
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
-from torchstrategy.estimator.variables import as_array, load_variables
 from torchstrategy.estimator.warm_start import WarmStartSettings, as_settings
 
 __all__ = ["Estimator"]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchstrategy.base.log import logger
-from torchstrategy.estimator.hooks import show_value
+from torchstrategy.estimator.session_hooks import show_value
 
 __all__ = ["read_eval_metrics", "write_eval_metrics"]
 

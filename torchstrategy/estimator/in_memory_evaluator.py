@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torchstrategy.estimator.hooks import SessionRunContext, SessionRunHook, SessionRunValues, check_estimator
+from torchstrategy.estimator.session_hooks import SessionRunContext, SessionRunHook, SessionRunValues, check_estimator
 from torchstrategy.estimator.timers import SecondOrStepTimer
 
 if TYPE_CHECKING:

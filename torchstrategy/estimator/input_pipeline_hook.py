@@ -11,8 +11,8 @@ from typing import Any
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
-from torchstrategy.estimator.hooks import SessionRunHook, check_estimator, is_asynchronous
 from torchstrategy.estimator.session import Session
+from torchstrategy.estimator.session_hooks import SessionRunHook, check_estimator, is_asynchronous
 from torchstrategy.estimator.specs import ModeKeys
 
 __all__ = ["CheckpointInputPipelineHook"]

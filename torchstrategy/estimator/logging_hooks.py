@@ -13,14 +13,14 @@ from typing import Any
 from typing_extensions import override
 
 from torchstrategy.base.log import info_once, logger
-from torchstrategy.estimator.hooks import (
+from torchstrategy.estimator.session import Session
+from torchstrategy.estimator.session_hooks import (
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
     show_value,
 )
-from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.timers import SecondOrStepTimer
 from torchstrategy.summary import SummaryWriter, create_file_writer, create_noop_writer, scalar
 

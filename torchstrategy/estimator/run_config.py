@@ -11,7 +11,7 @@ from typing import Any
 from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.estimator.task import Task, TaskType, read_task
-from torchstrategy.ps.strategy import ParameterServerStrategy
+from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["RunConfig", "TaskType"]

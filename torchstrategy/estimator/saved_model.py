@@ -21,7 +21,7 @@ from torchstrategy.estimator.export_outputs import ExportOutput
 from torchstrategy.estimator.serving_input import ServingInputReceiver
 from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.fit.calling import describe_data
-from torchstrategy.fit.export import trace
+from torchstrategy.fit.exporting import trace
 
 __all__ = ["SavedModel", "Signature", "export_saved_model", "load"]
 

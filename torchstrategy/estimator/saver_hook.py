@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.manager import CheckpointManager
-from torchstrategy.estimator.hooks import (
+from torchstrategy.estimator.session_hooks import (
     CheckpointSaverListener,
     SessionRunArgs,
     SessionRunContext,

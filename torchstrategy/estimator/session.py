@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.estimator.building import Built, Definition
-from torchstrategy.estimator.hooks import resolve_fetches
+from torchstrategy.estimator.checkpoint_variables import named_buffers, named_parameters
+from torchstrategy.estimator.session_hooks import resolve_fetches
 from torchstrategy.estimator.specs import EstimatorSpec
-from torchstrategy.estimator.steps import total
-from torchstrategy.estimator.variables import named_buffers, named_parameters
+from torchstrategy.estimator.step_results import total
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Session"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF_KEY, ExportOutput, PredictOutput
 from torchstrategy.estimator.exporters import Exporter
-from torchstrategy.estimator.hooks import CheckpointSaverListener, SessionRunHook
+from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook
 
 __all__ = ["EstimatorSpec", "EvalSpec", "ModeKeys", "TrainSpec", "check_hooks", "check_listeners"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
-from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchstrategy.estimator.session_hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session

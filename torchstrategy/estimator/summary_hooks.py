@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from torchstrategy.base.labels import make_profiler
 from torchstrategy.base.log import logger
-from torchstrategy.estimator.hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchstrategy.estimator.logging_hooks import name_fetches, open_writer
+from torchstrategy.estimator.session_hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchstrategy.estimator.timers import SecondOrStepTimer
 from torchstrategy.summary import SummaryWriter, scalar
 

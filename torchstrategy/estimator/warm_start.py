@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.checkpoint.objects import track_object
-from torchstrategy.estimator.variables import MODEL, load_variables, named_buffers, named_parameters
+from torchstrategy.estimator.checkpoint_variables import MODEL, load_variables, named_buffers, named_parameters
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["VocabInfo", "WarmStartSettings", "as_settings", "warm_start"]

@@ -6,12 +6,12 @@ from torchstrategy.base.values import ValueContext
 from torchstrategy.collectives.registry import register_communication
 from torchstrategy.experimental import partitioners
 from torchstrategy.ps import coordinator
-from torchstrategy.ps.strategy import ParameterServerStrategy
+from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
 from torchstrategy.strategies.central_storage import CentralStorageStrategy
 from torchstrategy.strategies.multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
-from torchstrategy.tpu.strategy import TPUStrategy
+from torchstrategy.tpu.tpu_strategy import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",

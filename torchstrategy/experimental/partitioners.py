@@ -1,6 +1,6 @@
 """Into how many shards ``ParameterServerStrategy`` cuts a variable."""
 
-from torchstrategy.ps.partitioners import (
+from torchstrategy.ps.partitioning import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

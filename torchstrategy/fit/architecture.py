@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.tracked import to_plain
-from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.facade import bodies
 
 __all__ = ["dump_objects", "load_objects"]
 

@@ -22,7 +22,7 @@ from torchstrategy.fit.loss_parts import LossPart
 from torchstrategy.fit.loss_shares import differentiated_as_sum, global_batch_size, share_of
 from torchstrategy.fit.loss_tracker import LossTracker
 from torchstrategy.fit.outputs import Outputs, for_outputs, is_several
-from torchstrategy.metrics.base import sum_dtype
+from torchstrategy.metrics.metric import sum_dtype
 from torchstrategy.strategies.default import get_replica_context
 
 __all__ = ["CompiledLoss"]

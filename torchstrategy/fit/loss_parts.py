@@ -17,7 +17,7 @@ from torchstrategy import errors, losses
 from torchstrategy.fit import label_checks
 from torchstrategy.fit.label_checks import shape_of
 from torchstrategy.losses.loss import Loss, Reduction, as_tensor
-from torchstrategy.losses.names import CLASSES
+from torchstrategy.losses.loss_names import CLASSES
 
 __all__ = [
     "FunctionLoss",

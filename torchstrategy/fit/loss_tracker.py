@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.fit.steps import current_step, example_counts
-from torchstrategy.metrics.base import sum_dtype
 from torchstrategy.metrics.mean import Mean
+from torchstrategy.metrics.metric import sum_dtype
 from torchstrategy.strategies.default import get_replica_context
 
 __all__ = ["LossTracker"]

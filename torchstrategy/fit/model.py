@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstrategy.fit import export as exporting
-from torchstrategy.fit import saving
+from torchstrategy.fit import exporting, saving
 from torchstrategy.fit import summary as summaries
 from torchstrategy.fit.fit_arguments import FitArguments
 from torchstrategy.fit.loop import Loop

@@ -16,9 +16,9 @@ from torch import nn
 from torchstrategy import errors
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy
-from torchstrategy.checkpoint.agreement import agree_on_restore
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.process_reports import agree_on_restore
 from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.architecture import dump_objects, load_objects
@@ -35,7 +35,7 @@ from torchstrategy.fit.weight_files import (
     write_as_one,
 )
 from torchstrategy.optimizers.by_name import plain_class
-from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.facade import bodies
 from torchstrategy.strategies.default import get_strategy
 
 __all__ = ["load_model", "load_weights", "save_model", "save_weights"]

@@ -15,12 +15,12 @@ from torchstrategy.base.devices import tensor_device
 from torchstrategy.base.values import get_shares
 from torchstrategy.fit.arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
+from torchstrategy.fit.fit_position import FitPosition
 from torchstrategy.fit.logs import to_number
-from torchstrategy.fit.position import FitPosition
 from torchstrategy.fit.steps import Windows, current_step, sum_divisors
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
-from torchstrategy.replicas.mirrored import bodies, resolve
+from torchstrategy.replicas.facade import bodies, resolve
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.fit.arguments import DataArguments, named_arguments
-from torchstrategy.fit.arrays import is_array, make_arrays
+from torchstrategy.fit.array_data import is_array, make_arrays
 from torchstrategy.fit.inputs import Batches
 
 __all__ = ["Validation", "check_frequency", "split_arrays"]

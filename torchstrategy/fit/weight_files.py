@@ -14,14 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from torchstrategy import errors
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.checkpoint.agreement import agree_on_restore, write_together
 from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_archive, read_index, write_file, write_index
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
 from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.tracked import Plan
 from torchstrategy.fit.trainer import ATTRIBUTE, trainer_of
-from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.facade import bodies
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 

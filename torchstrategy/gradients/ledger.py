@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.fingerprints import fingerprints
 from torchstrategy.gradients.notes import LOCAL, UNKNOWN, Note, State, are_cleared, is_traced, nothing, refusal
-from torchstrategy.replicas.hooks import OwnQueue
+from torchstrategy.replicas.object_hooks import OwnQueue
 
 __all__ = ["GradientLedger", "hear_all"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.collectives.call_site import call_site
-from torchstrategy.replicas.hooks import own_hook
+from torchstrategy.replicas.object_hooks import own_hook
 
 __all__ = ["LOCAL", "UNKNOWN", "Note", "State", "are_cleared", "is_traced", "nothing", "refusal"]
 

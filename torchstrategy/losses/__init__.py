@@ -20,7 +20,7 @@ from torchstrategy.losses.hinges import (
     squared_hinge,
 )
 from torchstrategy.losses.loss import Loss, Reduction
-from torchstrategy.losses.names import get
+from torchstrategy.losses.loss_names import get
 from torchstrategy.losses.regression import (
     CosineSimilarity,
     Huber,

@@ -8,7 +8,6 @@ from torchstrategy.base import later
 
 if typing.TYPE_CHECKING:
     from torchstrategy.metrics.auc import AUC
-    from torchstrategy.metrics.base import Metric
     from torchstrategy.metrics.classification import (
         Accuracy,
         BinaryAccuracy,
@@ -27,13 +26,14 @@ if typing.TYPE_CHECKING:
     )
     from torchstrategy.metrics.iou import IoU, MeanIoU
     from torchstrategy.metrics.mean import Mean, MeanMetricWrapper, Sum
-    from torchstrategy.metrics.names import get
-    from torchstrategy.metrics.regression import (
+    from torchstrategy.metrics.mean_errors import (
         MeanAbsoluteError,
         MeanAbsolutePercentageError,
         MeanSquaredError,
         RootMeanSquaredError,
     )
+    from torchstrategy.metrics.metric import Metric
+    from torchstrategy.metrics.metric_names import get
 
 __all__ = [
     "AUC",
@@ -64,7 +64,7 @@ __all__ = [
 
 _NAMES = {
     "auc": ("AUC",),
-    "base": ("Metric",),
+    "metric": ("Metric",),
     "classification": (
         "Accuracy",
         "BinaryAccuracy",
@@ -76,8 +76,8 @@ _NAMES = {
     "confusion": ("FalseNegatives", "FalsePositives", "Precision", "Recall", "TrueNegatives", "TruePositives"),
     "iou": ("IoU", "MeanIoU"),
     "mean": ("Mean", "MeanMetricWrapper", "Sum"),
-    "names": ("get",),
-    "regression": (
+    "metric_names": ("get",),
+    "mean_errors": (
         "MeanAbsoluteError",
         "MeanAbsolutePercentageError",
         "MeanSquaredError",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.metrics.base import Metric, sum_dtype
 from torchstrategy.metrics.confusion import STATES, check_scores, check_thresholds, confusion_counts, divide_no_nan
-from torchstrategy.metrics.inputs import matching_weight, same_shape_pair
+from torchstrategy.metrics.metric import Metric, sum_dtype
+from torchstrategy.metrics.metric_inputs import matching_weight, same_shape_pair
 
 __all__ = ["AUC"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.metrics.inputs import as_pair, same_shape_pair
 from torchstrategy.metrics.mean import MeanMetricWrapper
+from torchstrategy.metrics.metric_inputs import as_pair, same_shape_pair
 
 __all__ = [
     "Accuracy",

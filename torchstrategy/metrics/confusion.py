@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.metrics.base import Metric, sum_dtype
-from torchstrategy.metrics.inputs import flaw_of, matching_weight, same_shape_pair
+from torchstrategy.metrics.metric import Metric, sum_dtype
+from torchstrategy.metrics.metric_inputs import flaw_of, matching_weight, same_shape_pair
 
 __all__ = [
     "STATES",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.metrics.base import Metric
 from torchstrategy.metrics.confusion import divide_no_nan
-from torchstrategy.metrics.inputs import as_pair, flaw_of, matching_weight, same_shape_pair
+from torchstrategy.metrics.metric import Metric
+from torchstrategy.metrics.metric_inputs import as_pair, flaw_of, matching_weight, same_shape_pair
 
 __all__ = ["IoU", "MeanIoU"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.metrics.base import Metric
-from torchstrategy.metrics.inputs import as_tensor, matching_weight
+from torchstrategy.metrics.metric import Metric
+from torchstrategy.metrics.metric_inputs import as_tensor, matching_weight
 
 __all__ = ["Mean", "MeanMetricWrapper", "Sum", "WeightedMean"]
 

@@ -112,7 +112,7 @@ ADAPTERS = {
         | {name: _on_first_replica(name) for name in ("update", "forward")}
     ),
     "torchmetrics.wrappers.minmax.MinMaxMetric": Adapter({"compute": _compute_min_max}),
-    "torchstrategy.metrics.base.Metric": Adapter(
+    "torchstrategy.metrics.metric.Metric": Adapter(
         {
             "forward": _update_and_result,
             "result": _over_all_replicas("result"),

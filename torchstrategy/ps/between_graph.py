@@ -17,11 +17,11 @@ from typing_extensions import override
 from torchstrategy.base.devices import Placement, full_device_name, local_devices
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import InputOptions, VariableSynchronization
-from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
-from torchstrategy.data.context import InputContext
+from torchstrategy.data.input_context import InputContext
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.gradients.hooks import install
 from torchstrategy.ps.bindings import Kind
@@ -30,8 +30,8 @@ from torchstrategy.ps.shared_updates import SharedStep, SharedVariable, push_ste
 from torchstrategy.ps.sharing import SharedValues
 from torchstrategy.ps.sharing_client import SharingClient, SharingLink, connect, finish
 from torchstrategy.ps.transport.addresses import is_loopback, split_address
-from torchstrategy.ps.transport.loop import ControlLoop
-from torchstrategy.ps.transport.optional import require
+from torchstrategy.ps.transport.control_loop import ControlLoop
+from torchstrategy.ps.transport.packages import require
 from torchstrategy.ps.transport.secret import find_secret
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.variables import Variable, VariableOptions

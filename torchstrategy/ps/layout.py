@@ -184,7 +184,7 @@ class Placer:
 
     Example:
         >>> from torchstrategy.ps.layout import Placer
-        >>> from torchstrategy.ps.partitioners import FixedShardsPartitioner
+        >>> from torchstrategy.ps.partitioning import FixedShardsPartitioner
         >>> placer = Placer(2, FixedShardsPartitioner(3))
         >>> [(part.ps, part.start, part.stop) for part in placer.place(0, "w", (7, 4), torch.float32, True).parts]
         [(0, 0, 3), (1, 3, 5), (0, 5, 7)]

@@ -13,7 +13,7 @@ import torch
 from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.ps.transport.channel import TensorChannel
-from torchstrategy.ps.transport.loop import ControlLoop, Peer
+from torchstrategy.ps.transport.control_loop import ControlLoop, Peer
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.transport.wires import Into
 

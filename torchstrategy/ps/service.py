@@ -37,9 +37,9 @@ from torchstrategy.ps.optimizer_states import pack_state, unpack_state
 from torchstrategy.ps.optimizer_updates import Definition, Gradient, ServedOptimizer
 from torchstrategy.ps.sharing_service import CHIEF, SHARING_ROLES, SharedTraining
 from torchstrategy.ps.store import Key, ParameterStore
+from torchstrategy.ps.transport.client_session import Session
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.transport.replies import error_message
-from torchstrategy.ps.transport.session import Session
 
 __all__ = ["ParameterService"]
 

@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from torchstrategy.ps.bindings import Binding, Bindings, Kind
 from torchstrategy.ps.layout import Placer
-from torchstrategy.ps.optimizers import BindingOf, OptimizerLink, hyper_parameters, is_plain
 from torchstrategy.ps.served import Served
+from torchstrategy.ps.served_optimizers import BindingOf, OptimizerLink, hyper_parameters, is_plain
 from torchstrategy.ps.sharing_client import SharingClient
 from torchstrategy.ps.store import check_value
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.facade import bodies
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["SharedOptimizer", "SharedValues"]

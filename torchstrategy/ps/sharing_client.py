@@ -24,7 +24,7 @@ from torchstrategy.ps.links import (
     wait_for_servers,
 )
 from torchstrategy.ps.sharing_service import CHIEF, TASK
-from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.transport.replies import FencedError
 from torchstrategy.ps.transport.secret import Secret

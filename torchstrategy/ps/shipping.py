@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchstrategy.ps.optimizers import hyper_parameters, step_hooks
 from torchstrategy.ps.pickling import Pickled, pickle_with_references, with_header
 from torchstrategy.ps.served import Served
+from torchstrategy.ps.served_optimizers import hyper_parameters, step_hooks
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.user_modules import is_sent_by_value
 from torchstrategy.replicas import metric_states

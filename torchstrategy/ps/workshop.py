@@ -22,9 +22,9 @@ from torchstrategy.ps.behind import PulledParameter
 from torchstrategy.ps.bindings import Binding, Bindings, Kind, RefreshWhenCalled, can_require_grad
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import VariableSpec
-from torchstrategy.ps.optimizers import OptimizerLink
 from torchstrategy.ps.pickling import split_header
 from torchstrategy.ps.served import ServedParameter, make_served, served_class
+from torchstrategy.ps.served_optimizers import OptimizerLink
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.variables import VariableOptions
 

@@ -51,7 +51,7 @@ HOMES = {
     "torchmetrics.metric.Metric": "torchstrategy.metrics.sync",
     "torchmetrics.wrappers.minmax.MinMaxMetric": "torchstrategy.metrics.sync",
     "torchmetrics.wrappers.tracker.MetricTracker": "torchstrategy.metrics.sync",
-    "torchstrategy.metrics.base.Metric": "torchstrategy.metrics.sync",
+    "torchstrategy.metrics.metric.Metric": "torchstrategy.metrics.sync",
 }
 
 _trace_ends: list[Callable[[str], None]] = []

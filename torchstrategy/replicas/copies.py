@@ -19,8 +19,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.hooks import copy_parameter_hooks
-from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
+from torchstrategy.replicas.facade import check_can_swap, mirror_of
+from torchstrategy.replicas.object_hooks import copy_parameter_hooks
 from torchstrategy.replicas.record import unrecorded
 from torchstrategy.replicas.snapshots import SCALARS, is_plain
 

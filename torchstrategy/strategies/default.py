@@ -19,7 +19,7 @@ from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
-from torchstrategy.data.context import InputContext
+from torchstrategy.data.input_context import InputContext
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable, VariableOptions

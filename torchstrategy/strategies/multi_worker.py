@@ -13,8 +13,8 @@ from torchstrategy.base.devices import Placement, full_device_name
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import CommunicationImplementation, CommunicationOptions
-from torchstrategy.cluster_resolver.base import ClusterResolver
 from torchstrategy.cluster_resolver.detect import find_job
+from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.joining import devices_of_process, join

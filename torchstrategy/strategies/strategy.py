@@ -18,8 +18,8 @@ from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, gather, gather_sizes
-from torchstrategy.data.context import InputContext
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
+from torchstrategy.data.input_context import InputContext
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.gradients.hooks import install, watch
@@ -31,8 +31,8 @@ from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.facade import bodies, mirror_of
 from torchstrategy.replicas.hosting import DirectHosting, Hosting
-from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
 from torchstrategy.replicas.threaded_hosting import ThreadedHosting

@@ -10,7 +10,7 @@ import typing
 from torchstrategy.base import later
 
 if typing.TYPE_CHECKING:
-    from torchstrategy.testing.cluster import LocalCluster
+    from torchstrategy.testing.local_cluster import LocalCluster
     from torchstrategy.testing.processes import Outcome, ProcessPool, RemoteError, run_in_processes
     from torchstrategy.testing.verification.api import VerificationReport, verify_replication
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LocalCluster": "torchstrategy.testing.cluster",
+    "LocalCluster": "torchstrategy.testing.local_cluster",
     "Outcome": "torchstrategy.testing.processes",
     "ProcessPool": "torchstrategy.testing.processes",
     "RemoteError": "torchstrategy.testing.processes",

@@ -10,7 +10,7 @@ import pytest
 from torchstrategy import testing  # whose members are imported when a test wants one
 
 if TYPE_CHECKING:
-    from torchstrategy.testing.cluster import LocalCluster
+    from torchstrategy.testing.local_cluster import LocalCluster
     from torchstrategy.testing.processes import ProcessPool
 
 __all__ = ["local_cluster", "process_pool"]

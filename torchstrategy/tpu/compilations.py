@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.base.values import DistributedValues
-from torchstrategy.tpu.values import SplitValues
+from torchstrategy.tpu.device_values import SplitValues
 from torchstrategy.xla import graph
 from torchstrategy.xla.runtime import TpuRuntime
 

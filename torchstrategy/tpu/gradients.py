@@ -13,8 +13,8 @@ from torchstrategy.base.log import info_once
 from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.summer import doubt, optimizer_parameters
 from torchstrategy.replicas.runner import MergeRequest
-from torchstrategy.tpu.context import SpmdReplicaContext
 from torchstrategy.tpu.protocols import AnyHosting
+from torchstrategy.tpu.traced_context import SpmdReplicaContext
 
 __all__ = ["SpmdGradients"]
 

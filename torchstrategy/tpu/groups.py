@@ -16,8 +16,8 @@ from torch import Tensor
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.values import BatchShares, DistributedValues, PerReplica, get_shares, set_shares
+from torchstrategy.tpu.device_values import SplitValues
 from torchstrategy.tpu.hosts import check_shares
-from torchstrategy.tpu.values import SplitValues
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["Groups", "find_groups", "had_examples", "make_groups", "shares_of", "values_of_group"]

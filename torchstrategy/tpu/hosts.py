@@ -12,7 +12,7 @@ from torch import Tensor
 from torchstrategy.base import tree
 from torchstrategy.base.values import BatchShares, DistributedValues
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
-from torchstrategy.tpu.values import SplitValues
+from torchstrategy.tpu.device_values import SplitValues
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["check_shares", "compare_programs", "describe_program"]

@@ -13,7 +13,7 @@ from torchstrategy.callbacks import (
     ProgbarLogger,
     TorchLRScheduler,
 )
-from torchstrategy.fit.callbacks.base import HOOKS
+from torchstrategy.fit.callbacks.callback import HOOKS
 
 
 class Recorder(Callback):

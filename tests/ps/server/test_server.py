@@ -9,7 +9,7 @@ import pytest
 
 import torchstrategy as ts
 from tests.clusters import new_cluster
-from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message
 
 WAIT_S = 20

@@ -13,8 +13,8 @@ from torchstrategy.errors import OutOfRangeError, UnavailableError
 from torchstrategy.ps.current_worker import current_worker_index
 from torchstrategy.ps.results import decode_error, decode_result, decode_side
 from torchstrategy.ps.server.worker_service import WorkerService
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.replies import RefusedError
 
 WAIT_S = 20

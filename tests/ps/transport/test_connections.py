@@ -12,9 +12,9 @@ import torch
 from tests.ps.transport.servers import SECRET, WAIT_S, channel_to, connect, connected, looping, serving, wait_until
 from torchstrategy.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from torchstrategy.ps.transport.channel import TensorChannel
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
 from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.replies import FencedError, RefusedError
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from torchstrategy.ps.transport.refusals import Limits
+from torchstrategy.ps.transport.limits import Limits
 
 
 def test_defaults_arguments_and_environment(monkeypatch):

@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode
-from torchstrategy.ps.transport.refusals import Limits
 
 LIMITS = Limits()
 DTYPES = [

@@ -15,7 +15,7 @@ import torch
 from tests.ps.transport.servers import WAIT_S, channel_to, connected, looping, serving, wait_until
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.transport.channel import TensorChannel
-from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message
 
 SPAWN = multiprocessing.get_context("spawn")

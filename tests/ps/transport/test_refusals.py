@@ -15,9 +15,9 @@ from torchstrategy.ps.transport.addresses import split_address
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server
+from torchstrategy.ps.transport.limits import Limits, RefusalLog
 from torchstrategy.ps.transport.listener import Listener
 from torchstrategy.ps.transport.messages import Message, encode
-from torchstrategy.ps.transport.refusals import Limits, RefusalLog
 from torchstrategy.ps.transport.secret import Seal, Secret, make_secret
 
 

@@ -1,7 +1,7 @@
 import pytest
 
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import MessageError
-from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.secret import Seal, derive, proof
 
 KEY = bytes(range(32))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import weakref
 
-from torchstrategy.estimator.hooks import (
+from torchstrategy.estimator.checkpoint_variables import current_global_step, make_global_step
+from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
+from torchstrategy.estimator.saver_hook import CheckpointSaverHook
+from torchstrategy.estimator.session_hooks import (
     CheckpointSaverListener,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
 )
-from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
-from torchstrategy.estimator.saver_hook import CheckpointSaverHook
 from torchstrategy.estimator.stopping_hooks import (
     FinalOpsHook,
     GlobalStepWaiterHook,
@@ -22,7 +23,6 @@ from torchstrategy.estimator.stopping_hooks import (
 )
 from torchstrategy.estimator.summary_hooks import ProfilerHook, SummarySaverHook
 from torchstrategy.estimator.timers import SecondOrStepTimer
-from torchstrategy.estimator.variables import current_global_step, make_global_step
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import get_strategy
 from torchstrategy.strategies.strategy import Strategy

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchstrategy.data.pipeline.batches import collate, collate_raw
 from torchstrategy.data.pipeline.elements import describe, leaf_paths, map_leaves, to_element
-from torchstrategy.data.pipeline.failures import call_noted
+from torchstrategy.data.pipeline.user_functions import call_noted
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["RAW", "Access", "CachedAccess", "Columns", "MappedAccess", "Progression"]

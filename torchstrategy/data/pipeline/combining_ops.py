@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from torchstrategy.data.pipeline import nodes
-from torchstrategy.data.pipeline.failures import call_noted, function_name
 from torchstrategy.data.pipeline.nested import Interleave
 from torchstrategy.data.pipeline.node import Node, Stream
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Op, RandomOp
 from torchstrategy.data.pipeline.ops import elements_of
 from torchstrategy.data.pipeline.randomness import Draws, KeyedDraws
+from torchstrategy.data.pipeline.user_functions import call_noted, function_name
 
 __all__ = ["ConcatenateOp", "InterleaveOp", "ZipOp"]
 

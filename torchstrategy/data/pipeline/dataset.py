@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
-from torchstrategy.data.pipeline import sources
-from torchstrategy.data.pipeline.arguments import AUTOTUNE, check_callable
+from torchstrategy.data.pipeline import dataset_sources
+from torchstrategy.data.pipeline.argument_checks import AUTOTUNE, check_callable
 from torchstrategy.data.pipeline.combining_ops import ZipOp
+from torchstrategy.data.pipeline.dataset_options import Options
 from torchstrategy.data.pipeline.elements import map_leaves, to_element
 from torchstrategy.data.pipeline.op import Op
-from torchstrategy.data.pipeline.options import Options
 from torchstrategy.data.pipeline.transformations import Transformations
 from torchstrategy.data.readers.text import text_lines
 from torchstrategy.errors import InvalidArgumentError
@@ -71,7 +71,7 @@ class Dataset(Transformations):
             >>> list(dataset)
             [{'x': tensor([1, 2]), 'y': 'a'}, {'x': tensor([3, 4]), 'y': 'b'}]
         """
-        return Dataset._of(sources.slices(tensors))
+        return Dataset._of(dataset_sources.slices(tensors))
 
     @staticmethod
     def from_tensors(tensors: Any) -> Dataset:
@@ -88,7 +88,7 @@ class Dataset(Transformations):
             >>> dataset.cardinality(), [tuple(leaf.shape) for leaf in next(iter(dataset))]
             (10, [(10, 1), (10, 1)])
         """
-        return Dataset._of(sources.one_element(tensors))
+        return Dataset._of(dataset_sources.one_element(tensors))
 
     @staticmethod
     def range(*args: int, output_type: torch.dtype = torch.int64) -> Dataset:
@@ -106,7 +106,7 @@ class Dataset(Transformations):
             >>> list(ts.data.Dataset.range(1, 6, 2))
             [tensor(1), tensor(3), tensor(5)]
         """
-        return Dataset._of(sources.progression(args, output_type))
+        return Dataset._of(dataset_sources.progression(args, output_type))
 
     @staticmethod
     def from_generator(
@@ -133,7 +133,7 @@ class Dataset(Transformations):
             >>> list(ts.data.Dataset.from_generator(count, args=(2,)))
             [(tensor(0), tensor([0.])), (tensor(1), tensor([1.]))]
         """
-        return Dataset._of(sources.generator_source(generator, args, output_signature))
+        return Dataset._of(dataset_sources.generator_source(generator, args, output_signature))
 
     @staticmethod
     def from_files(files: Sequence[Any], reader: Callable[..., Any]) -> Dataset:
@@ -158,7 +158,7 @@ class Dataset(Transformations):
             ['one of 0.txt', 'one of 1.txt']
             >>> folder.cleanup()
         """
-        return Dataset._of(sources.files_source(files, reader))
+        return Dataset._of(dataset_sources.files_source(files, reader))
 
     @staticmethod
     def list_files(
@@ -187,7 +187,7 @@ class Dataset(Transformations):
             ['a.txt', 'b.txt']
             >>> folder.cleanup()
         """
-        op = sources.matching_files(file_pattern)
+        op = dataset_sources.matching_files(file_pattern)
         names = Dataset._of(op)
         return names if shuffle is False else names.shuffle(op.size, seed)
 
@@ -315,4 +315,4 @@ class TextLineDataset(Dataset):
         if isinstance(filenames, Dataset):
             super().__init__(filenames.flat_map(TextLineDataset)._op, filenames._options)
         else:
-            super().__init__(sources.files_source(filenames, text_lines))
+            super().__init__(dataset_sources.files_source(filenames, text_lines))

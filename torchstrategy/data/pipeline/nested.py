@@ -10,8 +10,8 @@ from typing import Any
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.elements import to_raw
-from torchstrategy.data.pipeline.failures import add_note, begin
 from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.pipeline.user_functions import add_note, begin
 from torchstrategy.data.readers.reading import read_from
 
 __all__ = ["Files", "Interleave"]

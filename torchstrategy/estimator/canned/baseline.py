@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from torchstrategy.estimator.canned.deferred_optimizers import make_factory
 from torchstrategy.estimator.canned.networks import BiasModule, check_head
-from torchstrategy.estimator.canned.optimizers import make_factory
 from torchstrategy.estimator.estimator import Estimator
-from torchstrategy.estimator.heads.base import Head
+from torchstrategy.estimator.heads.head import Head
 from torchstrategy.estimator.heads.multi_class import binary_or_multi_class_head
-from torchstrategy.estimator.heads.regression import RegressionHead
+from torchstrategy.estimator.heads.regression_heads import RegressionHead
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.losses.loss import Reduction

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torchstrategy.estimator.canned.deferred_optimizers import MakeTrainOps, make_factory
 from torchstrategy.estimator.canned.networks import Linear, SumModule, as_columns, check_features, check_head
-from torchstrategy.estimator.canned.optimizers import MakeTrainOps, make_factory
 from torchstrategy.estimator.estimator import Estimator
-from torchstrategy.estimator.feature_column.base import FeatureColumn
-from torchstrategy.estimator.heads.base import Head
+from torchstrategy.estimator.feature_column.column import FeatureColumn
+from torchstrategy.estimator.heads.head import Head
 from torchstrategy.estimator.heads.multi_class import binary_or_multi_class_head
-from torchstrategy.estimator.heads.regression import RegressionHead
+from torchstrategy.estimator.heads.regression_heads import RegressionHead
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.estimator.warm_start import WarmStartSettings

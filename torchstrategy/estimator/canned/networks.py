@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchstrategy import summary
-from torchstrategy.estimator.feature_column.base import FeatureColumn
+from torchstrategy.estimator.feature_column.column import FeatureColumn
 from torchstrategy.estimator.feature_column.layers import InputLayer, LinearLayer
-from torchstrategy.estimator.heads.base import Head
+from torchstrategy.estimator.heads.head import Head
 
 __all__ = [
     "BiasModule",

@@ -1,11 +1,11 @@
 """Feature columns under tf's names: how a model reads a dictionary of features, strings among them."""
 
-from torchstrategy.estimator.feature_column.base import CategoricalColumn, DenseColumn, FeatureColumn
 from torchstrategy.estimator.feature_column.categorical import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
     weighted_categorical_column,
 )
+from torchstrategy.estimator.feature_column.column import CategoricalColumn, DenseColumn, FeatureColumn
 from torchstrategy.estimator.feature_column.crossed import crossed_column
 from torchstrategy.estimator.feature_column.embedding import embedding_column, indicator_column
 from torchstrategy.estimator.feature_column.layers import DenseFeatures, LinearModel

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.estimator.feature_column.base import CategoricalColumn, as_count, check_dtype, check_key
+from torchstrategy.estimator.feature_column.column import CategoricalColumn, as_count, check_dtype, check_key
 from torchstrategy.estimator.feature_column.features import Features, Ids, Strings
 from torchstrategy.estimator.feature_column.fingerprint import bucket_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchstrategy.estimator.feature_column.base import CategoricalColumn, as_count
 from torchstrategy.estimator.feature_column.categorical import HashedCategoricalColumn
+from torchstrategy.estimator.feature_column.column import CategoricalColumn, as_count
 from torchstrategy.estimator.feature_column.features import Features, Ids
 from torchstrategy.estimator.feature_column.fingerprint import (
     combine_fingerprints,

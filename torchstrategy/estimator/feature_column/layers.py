@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy.estimator.feature_column.base import (
+from torchstrategy.estimator.feature_column.column import (
     CategoricalColumn,
     DenseColumn,
     FeatureColumn,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstrategy.estimator.feature_column.base import CategoricalColumn, DenseColumn, check_key
+from torchstrategy.estimator.feature_column.column import CategoricalColumn, DenseColumn, check_key
 from torchstrategy.estimator.feature_column.features import Features, Ids
 
 __all__ = ["BucketizedColumn", "NumericColumn", "bucketized_column", "numeric_column"]

@@ -1,9 +1,9 @@
 """Heads: the loss, the predictions and the metrics of a task, on top of a network's logits."""
 
-from torchstrategy.estimator.heads.base import Head
 from torchstrategy.estimator.heads.binary_class import BinaryClassHead
+from torchstrategy.estimator.heads.head import Head
 from torchstrategy.estimator.heads.multi_class import MultiClassHead
-from torchstrategy.estimator.heads.regression import LogisticRegressionHead, PoissonRegressionHead, RegressionHead
+from torchstrategy.estimator.heads.regression_heads import LogisticRegressionHead, PoissonRegressionHead, RegressionHead
 
 __all__ = [
     "BinaryClassHead",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.metrics.inputs import as_tensor
 from torchstrategy.metrics.mean import WeightedMean
+from torchstrategy.metrics.metric_inputs import as_tensor
 
 __all__ = ["AccuracyBaseline"]
 

@@ -12,15 +12,8 @@ from typing_extensions import override
 
 from torchstrategy import metrics
 from torchstrategy.estimator.export_outputs import ClassificationOutput, ExportOutput, PredictOutput, RegressionOutput
-from torchstrategy.estimator.heads.base import Batch, Head, Rule, loss_mean, mean_of
-from torchstrategy.estimator.heads.checks import (
-    as_logits,
-    check_label_range,
-    check_vocabulary,
-    label_ids,
-    label_tensor,
-)
-from torchstrategy.estimator.heads.keys import (
+from torchstrategy.estimator.heads.head import Batch, Head, Rule, loss_mean, mean_of
+from torchstrategy.estimator.heads.metric_keys import (
     MetricKeys,
     PredictionKeys,
     all_class_ids,
@@ -28,6 +21,13 @@ from torchstrategy.estimator.heads.keys import (
     check_keys,
     class_names,
     names_of,
+)
+from torchstrategy.estimator.heads.shapes import (
+    as_logits,
+    check_label_range,
+    check_vocabulary,
+    label_ids,
+    label_tensor,
 )
 from torchstrategy.losses.loss import Reduction
 

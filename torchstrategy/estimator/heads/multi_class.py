@@ -12,16 +12,9 @@ from typing_extensions import override
 
 from torchstrategy import metrics
 from torchstrategy.estimator.export_outputs import ClassificationOutput, ExportOutput, PredictOutput
-from torchstrategy.estimator.heads.base import Batch, Head, Rule, loss_mean
 from torchstrategy.estimator.heads.binary_class import BinaryClassHead
-from torchstrategy.estimator.heads.checks import (
-    as_logits,
-    check_label_range,
-    check_vocabulary,
-    label_ids,
-    label_tensor,
-)
-from torchstrategy.estimator.heads.keys import (
+from torchstrategy.estimator.heads.head import Batch, Head, Rule, loss_mean
+from torchstrategy.estimator.heads.metric_keys import (
     MetricKeys,
     PredictionKeys,
     all_class_ids,
@@ -29,6 +22,13 @@ from torchstrategy.estimator.heads.keys import (
     check_keys,
     class_names,
     names_of,
+)
+from torchstrategy.estimator.heads.shapes import (
+    as_logits,
+    check_label_range,
+    check_vocabulary,
+    label_ids,
+    label_tensor,
 )
 from torchstrategy.losses.loss import Reduction
 

@@ -1,7 +1,7 @@
 """Callbacks: what ``fit``, ``evaluate`` and ``predict`` call at certain points, under Keras' names."""
 
 from torchstrategy.fit.callbacks.backup import BackupAndRestore
-from torchstrategy.fit.callbacks.base import Callback
+from torchstrategy.fit.callbacks.callback import Callback
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.callbacks.csv_logger import CSVLogger
 from torchstrategy.fit.callbacks.history import History

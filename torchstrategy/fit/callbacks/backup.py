@@ -25,7 +25,7 @@ from torchstrategy.checkpoint.atomic import SUFFIX, read_index
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
-from torchstrategy.fit.callbacks.base import Callback, Logs
+from torchstrategy.fit.callbacks.callback import Callback, Logs
 from torchstrategy.fit.callbacks.model_checkpoint import check_save_freq
 from torchstrategy.fit.trainer import Trainer, trainer_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
+from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 
 __all__ = ["CSVLogger"]
 

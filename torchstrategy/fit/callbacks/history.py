@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from torchstrategy.fit.callbacks.base import Callback, Logs
+from torchstrategy.fit.callbacks.callback import Callback, Logs
 
 __all__ = ["History"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchstrategy.fit.callbacks.base import HOOKS, Callback
+from torchstrategy.fit.callbacks.callback import HOOKS, Callback
 from torchstrategy.fit.callbacks.callback_list import closest_hook
 
 __all__ = ["LambdaCallback"]

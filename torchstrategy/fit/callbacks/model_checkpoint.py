@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from torchstrategy.base.log import warn_once
-from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
+from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.monitor import Goal, check_mode, find_goal
 from torchstrategy.fit.callbacks.progress import print_line
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from torchstrategy.base.log import guard_lines
-from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
+from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 
 __all__ = ["ProgbarLogger", "check_verbose", "is_notebook", "make_bar", "print_line", "shows_bars"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchstrategy.fit.callbacks.base import Callback, Logs, is_chief
+from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.monitor import Goal, check_mode, find_goal, read_monitored
 from torchstrategy.fit.callbacks.progress import print_line
 

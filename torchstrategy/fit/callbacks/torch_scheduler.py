@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from torchstrategy.fit.callbacks.base import Callback, Logs
+from torchstrategy.fit.callbacks.callback import Callback, Logs
 from torchstrategy.fit.callbacks.monitor import read_monitored
 from torchstrategy.fit.callbacks.rates import learning_rates, optimizer_of
-from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.facade import bodies
 
 __all__ = ["TorchLRScheduler"]
 

@@ -14,7 +14,7 @@ from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.links import ServerLink, dtype_name
 from torchstrategy.ps.results import decode_side
 from torchstrategy.ps.shipping import Shipper
-from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message
 
 __all__ = ["ClusterStrategy", "StrategyBackend"]

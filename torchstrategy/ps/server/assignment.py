@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from torchstrategy.base.log import logger
-from torchstrategy.data.context import InputContext
+from torchstrategy.data.input_context import InputContext
 from torchstrategy.errors import OutOfRangeError
 from torchstrategy.ps.current_worker import as_worker
 from torchstrategy.ps.results import encode_error, encode_result
+from torchstrategy.ps.transport.client_session import Session
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.refusals import Limits
-from torchstrategy.ps.transport.session import Session
 
 __all__ = ["KINDS", "Assignment", "Bench", "make_dataset", "make_iterator"]
 

@@ -10,8 +10,8 @@ from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.links import ServerLink, set_default_dtype
-from torchstrategy.ps.strategy import ParameterServerStrategy
-from torchstrategy.ps.transport.loop import ControlLoop
+from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
+from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.workshop import Outcome, Workshop
 

@@ -14,8 +14,8 @@ from torchstrategy.ps.server.bench import WorkerBench
 from torchstrategy.ps.server.definition import PROTOCOL, ServerDef, make_server_def
 from torchstrategy.ps.server.worker_service import WorkerService
 from torchstrategy.ps.service import ParameterService
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
-from torchstrategy.ps.transport.refusals import Limits
 
 __all__ = ["Server", "serve_until_chief_ends"]
 

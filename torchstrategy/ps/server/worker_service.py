@@ -11,10 +11,10 @@ from typing import Any
 
 from torchstrategy.base.log import logger
 from torchstrategy.ps.server.assignment import KINDS, Assignment, Bench
+from torchstrategy.ps.transport.client_session import Session
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.refusals import Limits
 from torchstrategy.ps.transport.replies import RefusedError
-from torchstrategy.ps.transport.session import Session
 
 __all__ = ["WorkerService", "all_stacks"]
 

@@ -15,7 +15,7 @@ from torchstrategy.ps.transport.forks import close_in_child
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server, seals
 from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError
-from torchstrategy.ps.transport.optional import zmq
+from torchstrategy.ps.transport.packages import zmq
 from torchstrategy.ps.transport.peer import Peer
 from torchstrategy.ps.transport.replies import raise_error
 from torchstrategy.ps.transport.secret import NONCE_BYTES

@@ -6,8 +6,8 @@ import hmac
 from typing import Any
 
 from torchstrategy.ps.transport import addresses
-from torchstrategy.ps.transport.optional import z85, zmq
-from torchstrategy.ps.transport.refusals import RefusalLog
+from torchstrategy.ps.transport.limits import RefusalLog
+from torchstrategy.ps.transport.packages import z85, zmq
 from torchstrategy.ps.transport.secret import Secret
 
 __all__ = ["DOMAIN", "Gatekeeper", "secure_client", "secure_server"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchstrategy.ps.transport.refusals import Limits
+from torchstrategy.ps.transport.limits import Limits
 
 __all__ = [
     "BufferPool",

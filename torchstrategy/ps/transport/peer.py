@@ -14,12 +14,12 @@ from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.forks import close_sockets
 from torchstrategy.ps.transport.gatekeeper import secure_client
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode
-from torchstrategy.ps.transport.monitor import Monitor, failure
-from torchstrategy.ps.transport.optional import zmq
-from torchstrategy.ps.transport.refusals import Limits
+from torchstrategy.ps.transport.packages import zmq
 from torchstrategy.ps.transport.replies import raise_error
 from torchstrategy.ps.transport.secret import Secret
+from torchstrategy.ps.transport.socket_monitor import Monitor, failure
 
 __all__ = ["Callback", "Handler", "Peer"]
 

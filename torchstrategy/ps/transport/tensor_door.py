@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from torchstrategy.ps.transport.greeting import greet_client
-from torchstrategy.ps.transport.refusals import RefusalLog
+from torchstrategy.ps.transport.limits import RefusalLog
 from torchstrategy.ps.transport.secret import Seal
 from torchstrategy.ps.transport.waker import Waker
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torchstrategy.ps.transport import addresses
+from torchstrategy.ps.transport.client_session import Service, Session
 from torchstrategy.ps.transport.gatekeeper import Gatekeeper, secure_server
 from torchstrategy.ps.transport.greeting import seals
+from torchstrategy.ps.transport.limits import Limits, RefusalLog
 from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError
-from torchstrategy.ps.transport.optional import zmq
-from torchstrategy.ps.transport.refusals import Limits, RefusalLog
+from torchstrategy.ps.transport.packages import zmq
 from torchstrategy.ps.transport.replies import FencedError, error_message
 from torchstrategy.ps.transport.secret import NONCE_BYTES, Seal, Secret
-from torchstrategy.ps.transport.session import Service, Session
 from torchstrategy.ps.transport.tensor_door import TensorDoor
 from torchstrategy.ps.transport.wires import CurveWire, StreamWire, Wire
 

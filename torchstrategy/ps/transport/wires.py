@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchstrategy.errors import DeadlineExceededError
+from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import (
     BufferPool,
     Header,
@@ -29,8 +30,7 @@ from torchstrategy.ps.transport.messages import (
     put_together,
     tensor_bytes,
 )
-from torchstrategy.ps.transport.optional import zmq
-from torchstrategy.ps.transport.refusals import Limits
+from torchstrategy.ps.transport.packages import zmq
 from torchstrategy.ps.transport.secret import Seal
 from torchstrategy.ps.transport.waker import Waker
 

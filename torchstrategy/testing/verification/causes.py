@@ -18,7 +18,7 @@ from torchstrategy.testing.verification.deviations import (
     tolerance_of,
 )
 from torchstrategy.testing.verification.gradient_causes import gradient_causes
-from torchstrategy.testing.verification.records import Replica, Run, Step
+from torchstrategy.testing.verification.recorded import Replica, Run, Step
 
 __all__ = ["OTHER_EXAMPLES", "OWN_RANDOM", "UNDECIDED", "Cause", "constant_divisor", "find_causes"]
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from torchstrategy.testing.verification.records import Run, Update
+from torchstrategy.testing.verification.recorded import Run, Update
 
 __all__ = [
     "Deviation",

@@ -16,7 +16,7 @@ from torchstrategy.testing.verification.deviations import (
     ratio,
     scale_of,
 )
-from torchstrategy.testing.verification.records import Step, Update
+from torchstrategy.testing.verification.recorded import Step, Update
 
 __all__ = ["gradient_causes"]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchstrategy.testing.verification.recorded import hash_rows, measured, tensors_of
 from torchstrategy.testing.verification.recorder import Recorder
-from torchstrategy.testing.verification.records import hash_rows, measured, tensors_of
 
 __all__ = ["EnoughSteps", "ScriptRecorder"]
 

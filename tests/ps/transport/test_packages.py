@@ -1,0 +1,34 @@
+import subprocess
+import sys
+
+import pytest
+
+from torchstrategy.ps.transport import packages
+
+PROGRAM = """
+import sys
+sys.modules["zmq"] = sys.modules["cloudpickle"] = None
+import torchstrategy
+from torchstrategy.cli.command import main
+from torchstrategy.ps.transport.listener import Listener
+main(["keys"])
+Listener("127.0.0.1:0", None)
+"""
+
+
+@pytest.mark.slow
+def test_the_library_is_importable_without_them():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    assert len(done.stdout) == 65
+    assert "ImportError: Parameter servers need pyzmq and cloudpickle" in done.stderr
+    assert "pip install 'torchstrategy[ps]'" in done.stderr
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    packages.require()
+    monkeypatch.setattr(packages.zmq, "has", lambda what: False)
+    with pytest.raises(ImportError, match="no CURVE encryption"):
+        packages.require()
+    monkeypatch.setattr(packages, "cloudpickle", None)
+    with pytest.raises(ImportError, match=r"need cloudpickle, .* pip install 'torchstrategy\[ps\]'"):
+        packages.require()

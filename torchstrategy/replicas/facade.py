@@ -1,0 +1,408 @@
+"""The object in the user's hands when a process hosts several replicas: a facade by class swap.
+
+Inside ``run`` every read, write and call goes to the current replica's own object (its *body*), which is a plain object
+of the plain class. Outside, data reads give replica 0's, writes and methods act on all replicas. A facade holds nothing
+but its ``Mirror``; a module's facade has a tree of children of its own, which are facades too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
+from torchstrategy.replicas.distributed_variables import user_variable
+from torchstrategy.replicas.object_hooks import Hooks
+from torchstrategy.replicas.snapshots import SCALARS, differ, snapshot
+
+__all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
+
+_MIRROR = "_ts_mirror"
+_IS_FACADE = "_ts_is_facade"
+_facade_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+#: Methods of a module that must act on every replica's object; the others work through attribute writes. A class whose
+#: `compile` is another thing than torch's sees to its replicas itself.
+_MODULE_ON_ALL = {"zero_grad": None, "compile": nn.Module.compile}
+#: Methods of other objects that only read; calling them on replica 0 is enough.
+_READS = frozenset({"state_dict", "get_last_lr", "get_lr", "get_scale", "is_enabled"})
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class Mirror:
+    """What belongs to one facade.
+
+    Args:
+        replicas: the set of replicas; has ``current()``, ``values_for(value)``, ``note_everything()`` and ``strategy``.
+        cls: the object's plain class.
+        copies: one plain object for each replica.
+        children: a module's children, as facades.
+    """
+
+    def __init__(self, replicas: Any, cls: type, copies: tuple[Any, ...], children: Mapping[str, Any]) -> None:
+        self.replicas = replicas
+        self.cls = cls
+        self.bodies = copies
+        self.is_module = issubclass(cls, nn.Module)
+        self.outside: dict[str, OutsideMethod] = outside_methods(cls)
+        self.members: dict[str, _Members] = {}
+        if self.is_module:
+            state = copies[0].__dict__
+            kinds = {"_modules": dict(children), "_parameters": state["_parameters"], "_buffers": state["_buffers"]}
+            self.members = {kind: _Members(self, kind, data) for kind, data in kinds.items()}
+        #: What the set of replicas knows of a module's tensors, and whether the module got or lost some since.
+        self.tensors: Any = None
+        #: id of a tensor of replica 0 -> (weak reference to it, its counterparts on the other replicas)
+        self.known: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}
+        self.is_stale = False
+        #: What replica 0's attributes held when they were first read from outside since the last run.
+        self._seen: dict[str, Any] = {}
+        self.hooks = Hooks(copies)
+
+    def note_access(self, name: str) -> None:
+        """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
+        if name not in self._seen:
+            self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
+
+    def note_all(self) -> None:
+        """Do so for all attributes."""
+        for name in self.bodies[0].__dict__:
+            if name not in _MODULE_INTERNALS:
+                self.note_access(name)
+
+    def push_changes(self) -> None:
+        """Give the other replicas what was changed in replica 0's attributes and hooks from outside."""
+        self.hooks.push(self.replicas.values_for)
+        if not self._seen:
+            return
+        state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
+        changed = [name for name, before in seen.items() if differ(before, snapshot(state.get(name)))]
+        for name in changed:
+            if name not in state:
+                for body in self.bodies[1:]:
+                    body.__dict__.pop(name, None)
+                continue
+            first = state[name]
+            values = self.replicas.values_for(first)
+            for body, value in zip(self.bodies[1:], values[1:], strict=True):
+                body.__dict__[name] = value
+                if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
+                    value.data = first.detach().to(value.device, copy=True)
+
+    def call_outside(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method's counterpart for cross-replica context; in a run that it was handed to, the plain method."""
+        local_id = self.replicas.current()
+        if local_id is not None:
+            return getattr(self.bodies[local_id], name)(*args, **kwargs)
+        family = list(self._family())
+        for mirror in family:
+            mirror.push_changes()
+        try:
+            return self.outside[name](self.replicas.strategy, self.bodies, *args, **kwargs)
+        finally:
+            for mirror in family:  # what it changed on replica 0 only is meant so
+                mirror._seen = {}
+
+    def _family(self) -> Iterator[Mirror]:
+        """Yield this mirror and those of a module's children, grandchildren and so on."""
+        yield self
+        for child in self.members["_modules"].values() if self.is_module else ():
+            mirror = mirror_of(child)
+            if mirror is not None:
+                yield from mirror._family()
+
+    def know(self, tensors: tuple[Tensor, ...]) -> None:
+        """Note that one replica's tensors are each other's counterparts."""
+        key, known = id(tensors[0]), self.known
+        self.known[key] = (weakref.ref(tensors[0], lambda _: known.pop(key, None)), tensors[1:])
+
+    def known_on(self, local_id: int) -> dict[int, Tensor]:
+        """Return a replica's counterparts of replica 0's tensors by their ids."""
+        living = [(key, reference(), others) for key, (reference, others) in list(self.known.items())]
+        return {key: others[local_id - 1] if local_id else t for key, t, others in living if t is not None}
+
+    def counterparts(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the other replicas' counterparts of replica 0's tensor, if this module has or had it."""
+        entry = self.known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def call_all(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of every replica's object and return replica 0's result."""
+        calls = self.replicas.values_for((args, kwargs))
+        results = [getattr(body, name)(*a, **k) for body, (a, k) in zip(self.bodies, calls, strict=True)]
+        return results[0]
+
+
+class _Members(UserDict[str, Any]):
+    """The children, parameters or buffers of a module's facade; a change reaches every replica's object.
+
+    torch's containers and ``torch.nn.utils`` edit these dictionaries directly.
+    """
+
+    def __init__(self, mirror: Mirror, kind: str, data: dict[str, Any]) -> None:
+        self.data = data
+        self._mirror = weakref.ref(mirror)
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return user_variable(self.data[name])
+
+    def __setitem__(self, name: str, item: Any) -> None:
+        mirror = self._owner()
+        values = mirror.replicas.values_for(item)
+        self.data[name] = item
+        for body, value in zip(mirror.bodies, values, strict=True):
+            body.__dict__[self._kind][name] = value
+        mirror.is_stale = True
+
+    def __delitem__(self, name: str) -> None:
+        mirror = self._owner()
+        del self.data[name]
+        for body in mirror.bodies:
+            body.__dict__[self._kind].pop(name, None)  # replica 0's parameters and buffers are `data`
+        mirror.is_stale = True
+
+    def _owner(self) -> Mirror:
+        mirror = self._mirror()
+        if mirror is None:
+            raise RuntimeError("The module that these members belong to no longer exists.")
+        return mirror
+
+
+class _Facade:
+    """Mixed in before the plain class, or its methods are put into a subclass of that."""
+
+    def __init_subclass__(cls) -> None:
+        """Keep facade classes out of the registries that user classes may keep."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_to_be_compiled()
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
+        local_id = mirror.replicas.current()
+        if local_id is not None:
+            return getattr(mirror.bodies[local_id], name)
+        if name == "__class__":
+            return mirror.cls
+        if name in mirror.outside:
+            return functools.partial(mirror.call_outside, name)
+        return _read_module(self, mirror, name) if mirror.is_module else _read_object(self, mirror, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
+        local_id = mirror.replicas.current()
+        if local_id is not None:
+            setattr(mirror.bodies[local_id], name, value)
+        elif name == "__class__":
+            _change_class(self, mirror, value)
+        elif name == "_modules" and mirror.is_module:
+            mirror.members["_modules"].clear()
+            mirror.members["_modules"].update(value)
+        else:
+            for body, own in zip(mirror.bodies, mirror.replicas.values_for(value), strict=True):
+                setattr(body, name, own)
+            _refresh_child(mirror, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
+        local_id = mirror.replicas.current()
+        if local_id is not None:
+            delattr(mirror.bodies[local_id], name)
+            return
+        for body in mirror.bodies:
+            delattr(body, name)
+        _refresh_child(mirror, name, None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
+        local_id = mirror.replicas.current()
+        if local_id is not None:
+            return mirror.bodies[local_id](*args, **kwargs)
+        if "forward" in mirror.outside:
+            return self.forward(*args, **kwargs)
+        if not mirror.is_module:
+            return mirror.call_all("__call__", *args, **kwargs)
+        mirror.replicas.note_everything()
+        return mirror.bodies[0](*args, **kwargs)
+
+    # No __deepcopy__: wrappers that pass attributes on, such as torch.compile's, would take it for theirs.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return resolve(self).__reduce_ex__(protocol)
+
+
+_FACADE_METHODS = {
+    name: method for name, method in vars(_Facade).items() if callable(method) and name != "__init_subclass__"
+}
+
+
+def _refuse_to_be_compiled() -> None:
+    raise RuntimeError(
+        "torch.compile met an object that has one copy for each replica. Compile the model itself, inside the scope: "
+        "`with strategy.scope(): compiled = torch.compile(model)`, and call it in a function that is not compiled."
+    )
+
+
+#: What torch.compiler.assume_constant_result sets: the function runs when it is traced.
+_refuse_to_be_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def mirror_of(obj: Any) -> Mirror | None:
+    """Return the mirror of a facade, or ``None`` for a plain object."""
+    return object.__getattribute__(obj, _MIRROR) if _IS_FACADE in type(obj).__dict__ else None
+
+
+def bodies(obj: Any) -> tuple[Any, ...]:
+    """Return this process's plain objects behind an object, one for each replica; ``(obj,)`` if it is plain."""
+    mirror = mirror_of(obj)
+    return (obj,) if mirror is None else mirror.bodies
+
+
+def opened(obj: Any) -> contextlib.AbstractContextManager[Sequence[Any]]:
+    """Return a context manager that gives one plain object for each replica of this process, to read and write.
+
+    Unlike ``bodies`` it also does where one object serves several replicas.
+    """
+    mirror = mirror_of(obj)
+    return replicas_of(obj) if mirror is None else contextlib.nullcontext(mirror.bodies)
+
+
+def resolve(obj: Any) -> Any:
+    """Return the plain object that a facade stands for here: the current replica's, outside a run replica 0's."""
+    mirror = mirror_of(obj)
+    if mirror is None:
+        return obj
+    return mirror.bodies[mirror.replicas.current() or 0]
+
+
+def check_can_swap(obj: Any) -> None:
+    """Raise unless an object can become a facade.
+
+    Raises:
+        TypeError: Python can't change the object's class, or what it holds lies outside its ``__dict__``.
+    """
+    cls = type(obj)
+    slots = [name for base in cls.__mro__ for name in _slots_of(base) if name not in ("__dict__", "__weakref__")]
+    if slots:
+        raise TypeError(f"the class has __slots__ ({', '.join(slots)})")
+    object.__new__(cls)  # refuses subclasses of list, dict and the like
+    _become(obj, _facade_class(cls))
+    _become(obj, cls)
+
+
+def swap_class(obj: Any, mirror: Mirror) -> None:
+    """Make an object that passed ``check_can_swap`` a facade."""
+    object.__setattr__(obj, "__dict__", {_MIRROR: mirror})
+    _become(obj, _facade_class(mirror.cls))
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _become(obj: Any, cls: type) -> None:
+    object.__setattr__(obj, "__class__", cls)
+
+
+def _facade_class(cls: type) -> type:
+    facade = _facade_classes.get(cls)
+    if facade is None:
+        names: dict[str, Any] = {
+            _IS_FACADE: True,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        }
+        if not hasattr(cls, "__call__"):  # noqa: B004 - asks the class, not whether an instance is callable
+            names["__call__"] = None
+        bases: tuple[type, ...] = (_Facade, cls)
+        if _root(cls).__base__ is not object:
+            # Such as ABC or Generic, which come before the class that gives the object its attributes: in memory these
+            # lie where Python finds them in subclasses only.
+            names, bases = {**_FACADE_METHODS, **names}, (cls,)
+        facade = _facade_classes[cls] = type(cls.__name__, bases, names)
+    return facade
+
+
+def _root(cls: type) -> type:
+    """Return the base of a class that first gives its objects attributes."""
+    while cls.__base__ is not None and cls.__base__.__dictoffset__:
+        cls = cls.__base__
+    return cls
+
+
+def _change_class(obj: Any, mirror: Mirror, cls: type) -> None:
+    """Follow a change of the plain class, as ``torch.nn.utils.parametrize`` makes it."""
+    for body in mirror.bodies:
+        body.__class__ = cls
+    mirror.cls = cls
+    _become(obj, _facade_class(cls))
+
+
+def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
+    if name in mirror.members:
+        return mirror.members[name]
+    state = mirror.bodies[0].__dict__
+    if name == "__dict__":
+        mirror.note_all()
+        return state
+    if name in state:
+        value = state[name]
+        if name not in _MODULE_INTERNALS and type(value) not in SCALARS:
+            mirror.note_access(name)
+        return user_variable(value)
+    if name in _MODULE_ON_ALL and _MODULE_ON_ALL[name] in (None, getattr(mirror.cls, name)):
+        return functools.partial(mirror.call_all, name)
+    if _registers_hook(name):
+        return getattr(mirror.bodies[0], name)  # the others follow when a run starts
+    if not hasattr(mirror.cls, name):
+        for members in mirror.members.values():
+            if name in members:
+                return members[name]
+    return object.__getattribute__(module, name)
+
+
+def _registers_hook(name: str) -> bool:
+    return "register" in name and name.endswith("hook")
+
+
+def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
+    first = mirror.bodies[0]
+    state = first.__dict__
+    if name == "__dict__":
+        mirror.note_all()
+        return state
+    on_class = hasattr(mirror.cls, name)
+    if name in state and not (on_class and name == "zero_grad"):
+        if type(state[name]) not in SCALARS:
+            mirror.note_access(name)
+        return user_variable(state[name])
+    if on_class and (name in _READS or _registers_hook(name)):
+        return getattr(first, name)
+    value = object.__getattribute__(obj, name)
+    # Schedulers take `optimizer.step.__func__`; called outside, the step hook refuses it.
+    is_step = name == "step" and isinstance(first, Optimizer)
+    if name.startswith("__") or is_step or not on_class or not callable(value) or isinstance(value, type):
+        return value
+    return functools.partial(mirror.call_all, name)
+
+
+def _refresh_child(mirror: Mirror, name: str, value: Any) -> None:
+    """Let a facade's children follow an assignment to its bodies."""
+    if not mirror.is_module:
+        return
+    children = mirror.members["_modules"].data
+    if name in mirror.bodies[0]._modules:
+        children[name] = value
+    else:
+        children.pop(name, None)
+    if value is None or isinstance(value, (Tensor, nn.Module)):
+        mirror.is_stale = True
