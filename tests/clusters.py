@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from torchstrategy.base.addresses import ReservedPorts
+
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 
+#: Ports stay reserved as long as this process lives.
+_reserved: list[ReservedPorts] = []
+
+
 def free_ports(number: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    _reserved.append(ReservedPorts(number))
+    return list(_reserved[-1].numbers)
 
 
 def new_cluster(jobs: Sequence[str]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from torch.distributed import HashStore, PrefixStore
 
-from torchstrategy.cli.elastic import Agreement, WorkerEnvironments, free_ports, tf_config
+from torchstrategy.cli.elastic import Agreement, WorkerEnvironments, tf_config
 
 
 def meet(store, agreements):
@@ -62,7 +62,3 @@ def test_variables_of_the_workers(tmp_path):
 
 def test_tf_config():
     assert json.loads(tf_config(["a:1", "b:2"], 1))["task"] == {"type": "worker", "index": 1}
-
-
-def test_free_ports_are_different():
-    assert len(set(free_ports(20))) == 20

@@ -1,6 +1,6 @@
 import socket
 
-from torchstrategy.cli.elastic import free_ports
+from tests.clusters import free_ports
 from torchstrategy.cli.host import Host, num_usable_cores, parse_driver_version
 
 

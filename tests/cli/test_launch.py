@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters import free_ports
 from torchstrategy.cli.command import main
-from torchstrategy.cli.elastic import free_ports
 
 ENVIRONMENT = """
 import json, os, pathlib, sys

@@ -7,7 +7,6 @@ were healthy does not count a restart, and ranks that disagree about it would lo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from torchstrategy.cluster_resolver.address import format_address
+from torchstrategy.base.addresses import ReservedPorts, join_address
 
 __all__ = [
     "BACKEND",
@@ -38,7 +37,6 @@ __all__ = [
     "describe",
     "describe_restart",
     "exit_status",
-    "free_ports",
     "tf_config",
 ]
 
@@ -165,6 +163,8 @@ class Agreement:
         self.addresses: list[str] = []
         self._num_workers = num_workers
         self._host = host
+        #: Of the workers of this round, until the next one.
+        self._ports: ReservedPorts | None = None
 
     def reach(self, info: RendezvousInfo) -> None:
         """Exchange this round's addresses with the launchers of the other hosts.
@@ -172,7 +172,10 @@ class Agreement:
         Args:
             info: the round; its store is the round's own.
         """
-        own = [format_address(self._host, port) for port in free_ports(self._num_workers)]
+        if self._ports is not None:
+            self._ports.close()
+        self._ports = ReservedPorts(self._num_workers, host="")
+        own = [join_address(self._host, port) for port in self._ports.numbers]
         info.store.set(f"launch/{info.rank}", json.dumps([self.attempt, own]))
         rounds = [json.loads(info.store.get(f"launch/{rank}")) for rank in range(info.world_size)]
         self.attempt = 1 + max(attempt for attempt, _ in rounds)
@@ -267,19 +270,6 @@ def tf_config(addresses: list[str], rank: int) -> str:
         rank: which of them it is.
     """
     return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
-
-
-def free_ports(num_ports: int) -> list[int]:
-    """Return different ports that nothing uses now.
-
-    Args:
-        num_ports: how many.
-    """
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _create(parameters: RendezvousParameters) -> AgreeingRendezvous:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torchstrategy.base.addresses import split_address
 from torchstrategy.base.job import Job
 from torchstrategy.cli.host import Host, PortState
 from torchstrategy.cli.network_checks import is_loopback
 from torchstrategy.cli.report import Finding
-from torchstrategy.cluster_resolver.address import split_address
 from torchstrategy.cluster_resolver.detect import explain, find_job
 
 __all__ = ["check_addresses", "check_both_sources", "check_store", "check_stray_variables", "detect"]

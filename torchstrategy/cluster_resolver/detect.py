@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torchstrategy.base.addresses import split_address
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import warn_once
-from torchstrategy.cluster_resolver.address import split_address
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import (
     id_in_cluster,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchstrategy.cluster_resolver.address import format_address
+from torchstrategy.base.addresses import join_address
 from torchstrategy.cluster_resolver.api_clients import make_service
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
@@ -97,4 +97,4 @@ class GCEClusterResolver(ClusterResolver):
     def _address(self, instance: dict[str, Any]) -> str:
         name = instance["instance"].split("/")[-1]
         details = self._service.instances().get(**self._where, instance=name).execute()
-        return format_address(details["networkInterfaces"][0]["networkIP"], self._port)
+        return join_address(details["networkInterfaces"][0]["networkIP"], self._port)

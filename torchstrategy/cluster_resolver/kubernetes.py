@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchstrategy.cluster_resolver.address import format_address
+from torchstrategy.base.addresses import join_address
 from torchstrategy.cluster_resolver.api_clients import import_optional
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
@@ -123,7 +123,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 f"Pod {pod.metadata.name!r} is not running; phase: {pod.status.phase!r}. Make the resolver when all "
                 "pods of the job run, or choose them with labels that only these have."
             )
-        return format_address(pod.status.pod_ip if self._use_pod_ip else pod.status.host_ip, self._port)
+        return join_address(pod.status.pod_ip if self._use_pod_ip else pod.status.host_ip, self._port)
 
 
 def _make_client(location: KubernetesExecutableLocation) -> Any:

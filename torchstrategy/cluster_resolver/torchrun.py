@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from torchstrategy.base.addresses import join_address
 from torchstrategy.base.context import set_within
 from torchstrategy.base.log import warn_once
-from torchstrategy.cluster_resolver.address import format_address
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url, visible_accelerators
 
@@ -53,7 +53,7 @@ class TorchrunEnvironment:
     @property
     def store_address(self) -> str:
         """The job's store as ``host:port``."""
-        return format_address(self.master_addr, self.master_port)
+        return join_address(self.master_addr, self.master_port)
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> TorchrunEnvironment | None:

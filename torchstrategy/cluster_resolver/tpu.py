@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchstrategy.base.addresses import join_address, split_address
 from torchstrategy.base.job import Job
-from torchstrategy.cluster_resolver.address import format_address, split_address
 from torchstrategy.cluster_resolver.api_clients import make_service
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.detect import find_job
@@ -218,7 +218,7 @@ class TPUClusterResolver(ClusterResolver):
         if node.get("state") != "READY":
             raise RuntimeError(f"TPU {self._tpu!r} is not yet ready; state: {node.get('state')!r}.")
         endpoints = node.get("networkEndpoints") or [node]
-        return [format_address(endpoint["ipAddress"], int(endpoint["port"])) for endpoint in endpoints]
+        return [join_address(endpoint["ipAddress"], int(endpoint["port"])) for endpoint in endpoints]
 
     def _runtime(self, method: str) -> TpuRuntime | None:
         """Return the runtime; ``None`` if torch_xla is not installed or finds no devices that are meant."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchstrategy.base.addresses import is_loopback, split_address
 from torchstrategy.base.devices import Placement, full_device_name, local_devices
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import InputOptions, VariableSynchronization
@@ -29,7 +30,6 @@ from torchstrategy.ps.served import Served, make_served
 from torchstrategy.ps.shared_updates import SharedStep, SharedVariable, push_steps
 from torchstrategy.ps.sharing import SharedValues
 from torchstrategy.ps.sharing_client import SharingClient, SharingLink, connect, finish
-from torchstrategy.ps.transport.addresses import is_loopback, split_address
 from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.packages import require
 from torchstrategy.ps.transport.secret import find_secret

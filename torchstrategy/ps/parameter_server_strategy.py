@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base.addresses import is_loopback, split_address
 from torchstrategy.base.devices import Placement, full_device_name, tensor_device
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, RunOptions
@@ -27,7 +28,6 @@ from torchstrategy.ps.partitioning import Partitioner
 from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_hosting import ServedHosting
 from torchstrategy.ps.shipping import Shipper
-from torchstrategy.ps.transport.addresses import is_loopback, split_address
 from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.packages import require
 from torchstrategy.ps.transport.secret import find_secret

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.collectives.control_peer import is_stopped
@@ -216,15 +216,7 @@ class LocalCluster:
         self.close()
 
     def _reserve_address(self) -> str:
-        # The bound socket keeps the port from others while no server has it: on Linux one of two may listen.
-        probe = socket.socket()
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        if sys.platform == "linux":
-            self._resources.callback(probe.close)
-        else:
-            probe.close()
+        (port,) = self._resources.enter_context(ReservedPorts(1)).numbers
         return f"127.0.0.1:{port}"
 
     def _server(self, job: str, index: int) -> _ServerProcess:

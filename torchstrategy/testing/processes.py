@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.testing.network import Host, Network
 
 __all__ = ["Outcome", "ProcessPool", "RemoteError", "process_context", "run_in_processes"]
@@ -104,6 +104,7 @@ class ProcessPool:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._silent: set[int] = set()
+        self._ports: ReservedPorts | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a function in every process.
@@ -183,6 +184,8 @@ class ProcessPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections, self._silent = [], [], set()
+        if self._ports is not None:
+            self._ports.close()
 
     def __enter__(self) -> ProcessPool:
         return self
@@ -259,7 +262,8 @@ class ProcessPool:
 
     def _environments(self, hosts: list[int]) -> list[dict[str, str]]:
         addresses = ["127.0.0.1" if self._network is None else self._network.address(host) for host in hosts]
-        ports = _free_ports(self.size)
+        self._ports = ReservedPorts(self.size)
+        ports = self._ports.numbers
         if self._launcher == "TF_CONFIG":
             cluster = {"worker": [f"{address}:{port}" for address, port in zip(addresses, ports, strict=True)]}
             tasks = [{"type": "worker", "index": rank} for rank in self._ranks]
@@ -356,14 +360,3 @@ def _receive(connection: Connection, deadline: float) -> Any:
     if connection.poll(max(0.0, deadline - time.monotonic())):
         return connection.recv()
     return None
-
-
-def _free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

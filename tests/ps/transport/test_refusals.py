@@ -10,8 +10,8 @@ import torch
 import zmq
 
 from tests.ps.transport.servers import SECRET, WAIT_S, channel_to, connect, connected, looping, serving, wait_until
+from torchstrategy.base.addresses import split_address
 from torchstrategy.errors import UnavailableError
-from torchstrategy.ps.transport.addresses import split_address
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server

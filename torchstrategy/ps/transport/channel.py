@@ -9,8 +9,8 @@ import threading
 import weakref
 from typing import Any
 
+from torchstrategy.base import addresses
 from torchstrategy.errors import UnavailableError
-from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.forks import close_in_child
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server, seals

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchstrategy.base import addresses
 from torchstrategy.base.heartbeat import heartbeat_seconds
 from torchstrategy.base.log import logger
-from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.forks import close_in_child
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.packages import require, zmq
@@ -80,7 +80,7 @@ class ControlLoop:
         Raises:
             ValueError: the address is malformed, or there is no secret for it.
         """
-        host, _ = addresses.split_address(address)
+        host, _ = addresses.split_address(address, "a server")
         if secret is None:
             secret = find_secret(_is_loopback(host))
         peer = Peer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
-from torchstrategy.ps.transport import addresses
+from torchstrategy.base import addresses
 from torchstrategy.ps.transport.limits import RefusalLog
 from torchstrategy.ps.transport.packages import z85, zmq
 from torchstrategy.ps.transport.secret import Secret

@@ -13,9 +13,9 @@ import threading
 from collections import deque
 from typing import Any
 
+from torchstrategy.base import addresses
 from torchstrategy.base.heartbeat import heartbeat_seconds
 from torchstrategy.base.log import logger
-from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.admission import Admission
 from torchstrategy.ps.transport.client_session import Service, Session
 from torchstrategy.ps.transport.forks import close_in_child, close_sockets
@@ -67,7 +67,7 @@ class Listener:
     ) -> None:
         require()
         self.incarnation = secrets.token_hex(8)
-        self._host, self._port = addresses.split_address(address)
+        self._host, self._port = addresses.split_address(address, "a server", least_port=0)
         self._is_loopback = addresses.is_loopback(self._host)
         self._secret = find_secret(self._is_loopback) if secret is None else secret
         self._service = service

@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torchstrategy.base import addresses
 from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
-from torchstrategy.ps.transport import addresses
 from torchstrategy.ps.transport.forks import close_sockets
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.limits import Limits
@@ -102,7 +102,7 @@ class Peer:
         self.reason = "nothing has answered yet"
         #: What tensor channels need, from the last welcome.
         self.connection: dict[str, Any] = {}
-        self._host, self._port = addresses.split_address(address)
+        self._host, self._port = addresses.split_address(address, "a server")
         self._hello = hello
         self._handler = handler
         self._heartbeat_s = heartbeat_s

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchstrategy.ps.transport import addresses
+from torchstrategy.base import addresses
 from torchstrategy.ps.transport.client_session import Service, Session
 from torchstrategy.ps.transport.gatekeeper import Gatekeeper, secure_server
 from torchstrategy.ps.transport.greeting import seals

@@ -7,13 +7,13 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.testing.verification.script_process import Setup, record_path
 
 __all__ = ["log_path", "start"]
@@ -40,15 +40,16 @@ def start(setups: Sequence[Setup], timeout_s: float) -> list[str | None]:
     Returns:
         For each process why it has left no record, or ``None`` if it has.
     """
-    port = _free_port()
+    ports = ReservedPorts(1)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for setup in setups:
-            processes.append(_start(setup, port))
+            processes.append(_start(setup, ports.numbers[0]))
         is_late = _wait(processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
             _end(process)
+        ports.close()
     return [_why(setup, process, timeout_s, is_late) for setup, process in zip(setups, processes, strict=True)]
 
 
@@ -127,9 +128,3 @@ def _why(setup: Setup, process: subprocess.Popen[bytes], timeout_s: float, is_la
 def log_path(setup: Setup) -> Path:
     """Return the file that gets what a process writes to stderr, and to stdout below Python."""
     return Path(setup.folder) / f"rank{setup.rank}.log"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

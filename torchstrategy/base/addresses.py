@@ -1,0 +1,128 @@
+"""Addresses of the form ``host:port``, what a host's name stands for, and ports that nobody uses."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import sys
+import weakref
+from types import TracebackType
+
+__all__ = ["ReservedPorts", "endpoint", "is_loopback", "join_address", "needs_ipv6", "resolve", "split_address"]
+
+_MAX_PORT = 65535
+
+
+def split_address(address: str, what: str = "a task", *, least_port: int = 1) -> tuple[str, int]:
+    """Return host and port of an address.
+
+    Args:
+        address: ``"host:port"``; an IPv6 host stands in brackets: ``"[::1]:2222"``.
+        what: what the address belongs to, for the message.
+        least_port: 0 where the system may choose the port.
+
+    Raises:
+        ValueError: the port is missing or out of range, or the host is missing.
+
+    Example:
+        >>> from torchstrategy.base.addresses import split_address
+        >>> split_address("[::1]:2222", "worker 0")
+        ('::1', 2222)
+    """
+    host, colon, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if (
+        not colon
+        or not host.strip("[]")
+        or not (port.isascii() and port.isdigit() and least_port <= int(port) <= _MAX_PORT)
+        or ((":" in host or "/" in host) and not is_bracketed)
+    ):
+        raise ValueError(
+            f"The address of {what} must be host:port with a port from {least_port} to {_MAX_PORT}, such as "
+            f"'host1:2222' or '[::1]:2222', because the processes meet there. Received: {address!r}"
+        )
+    return host.strip("[]") if is_bracketed else host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """Return ZeroMQ's name of an address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether only processes of this host can reach an address.
+
+    Raises:
+        OSError: the name can't be resolved.
+    """
+    return all(ipaddress.ip_address(ip).is_loopback for ip in resolve(host))
+
+
+def resolve(host: str) -> list[str]:
+    """Return a host's IP addresses, IPv4 first: both ends of a connection must choose the same for ``localhost``.
+
+    Raises:
+        OSError: the name can't be resolved.
+    """
+    if host == "*":
+        return ["0.0.0.0"]
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found = dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos)
+    return sorted(found, key=lambda ip: ":" in ip)
+
+
+def needs_ipv6(host: str) -> bool:
+    """Say whether a host has no IPv4 address; not so if it is not known yet."""
+    try:
+        return all(":" in ip for ip in resolve(host))
+    except OSError:
+        return False
+
+
+class ReservedPorts:
+    """Different ports that nothing uses, for processes that are about to start.
+
+    On Linux they stay reserved until they are closed: of two sockets with one port one may listen, and the system gives
+    the port to nobody who asks for any. Elsewhere another process may take one before it is used.
+
+    Args:
+        number: how many.
+        host: of which of this host's addresses; empty for all.
+
+    Example:
+        >>> from torchstrategy.base.addresses import ReservedPorts
+        >>> with ReservedPorts(2) as ports:
+        ...     first, second = ports.numbers
+        >>> first != second
+        True
+    """
+
+    def __init__(self, number: int, host: str = "127.0.0.1") -> None:
+        held = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+            for probe in probes:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, 0))
+            self.numbers = tuple(int(probe.getsockname()[1]) for probe in probes)
+            if sys.platform == "linux":
+                held = stack.pop_all()
+        self._end = weakref.finalize(self, held.close)
+
+    def close(self) -> None:
+        """Let others have the ports."""
+        self._end()
+
+    def __enter__(self) -> ReservedPorts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
