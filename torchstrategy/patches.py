@@ -191,6 +191,10 @@ class WhileUsed:
         return any(reference() is not None for reference in references)
 
     def _leave(self) -> None:
+        compilation = torch._guards.CompileContext.try_get()
+        if compilation is not None:  # it has seen what is replaced, and looks at it again for its guards
+            weakref.finalize(compilation, self._leave).atexit = False
+            return
         # A user may be collected at any time, also where this thread has the lock: who has it looks again.
         while self._ends is not None and not self.has_users and self._lock.acquire(blocking=False):
             try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.nn import functional
 
 import torchstrategy as ts
 from tests.programs import (
@@ -605,6 +606,27 @@ def test_batch_norm_on_two_replicas():
     for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
         expected = moving_averages(lambda fn: fn, devices)
         torch.testing.assert_close(moving_averages(decorate, devices), expected, rtol=0, atol=1e-6)
+
+
+def test_a_strategy_that_is_collected_while_a_model_is_compiled():
+    gc.collect()
+    plain = functional.batch_norm
+    held = [ts.MirroredStrategy(["cpu:0", "cpu:1"])]
+    assert functional.batch_norm is not plain
+    during = []
+
+    def backend(graph, _):
+        held.clear()
+        gc.collect()
+        during.append(functional.batch_norm)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(5, 3)
+    expected = copy.deepcopy(model)(x)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), expected)
+    assert during
+    assert plain not in during
+    assert functional.batch_norm is plain
 
 
 def test_a_compiled_part_inside_a_compiled_whole(backend):
