@@ -1,40 +1,57 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Names of a package that are imported when they are first used (PEP 562); its stub file lists them, each once."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["import_later"]
+__all__ = ["attach"]
 
 
-def import_later(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
+def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, as ``__init__.pyi`` beside it says.
+
+    The stub has imports only, such as ``from torchstrategy.ps.server import Server as Server``: type checkers read it,
+    and so does this, so there is no second list that could differ.
 
     Args:
         package: its name.
-        homes: of each name the module that has it; a submodule has itself.
+        now: modules that are imported at once.
 
     Example:
-        >>> from torchstrategy.base.later import import_later
-        >>> find, _ = import_later("torchstrategy", {"Server": "torchstrategy.ps.server"})
-        >>> find("Server") is ts.Server
-        True
+        >>> from torchstrategy.base.later import attach
+        >>> find, _, names = attach("torchstrategy.metrics")
+        >>> find("Mean") is ts.metrics.Mean, "Mean" in names
+        (True, True)
     """
-    namespace = vars(sys.modules[package])
+    module = sys.modules[package]
+    stub = Path(str(module.__file__)).with_suffix(".pyi")
+    homes = {
+        alias.name: node.module
+        for node in ast.parse(stub.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+    namespace = vars(module)
 
     def find(name: str) -> Any:
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(home)
-        value = module if home == f"{package}.{name}" else getattr(module, name)
+        if home == package:  # one of its own modules
+            value = importlib.import_module(f"{package}.{name}")
+        else:
+            value = getattr(importlib.import_module(home), name)
         namespace[name] = value
         return value
 
     def names() -> list[str]:
         return sorted({*namespace, *homes})
 
-    return find, names
+    for name in now:
+        importlib.import_module(name)
+    return find, names, sorted(homes)

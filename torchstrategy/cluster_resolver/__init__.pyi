@@ -1,0 +1,14 @@
+from torchstrategy.base.job import Job as Job
+from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec as ClusterSpec
+from torchstrategy.cluster_resolver.detect import explain as explain
+from torchstrategy.cluster_resolver.detect import find_job as find_job
+from torchstrategy.cluster_resolver.gce import GCEClusterResolver as GCEClusterResolver
+from torchstrategy.cluster_resolver.kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+from torchstrategy.cluster_resolver.kubernetes import KubernetesExecutableLocation as KubernetesExecutableLocation
+from torchstrategy.cluster_resolver.resolver import ClusterResolver as ClusterResolver
+from torchstrategy.cluster_resolver.simple import SimpleClusterResolver as SimpleClusterResolver
+from torchstrategy.cluster_resolver.simple import UnionResolver as UnionResolver
+from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver as SlurmClusterResolver
+from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver as TorchrunClusterResolver
+from torchstrategy.cluster_resolver.tpu import TPUClusterResolver as TPUClusterResolver

@@ -1,0 +1,12 @@
+from torchstrategy.base.options import AutoShardPolicy as AutoShardPolicy
+from torchstrategy.data import experimental as experimental
+from torchstrategy.data import readers as readers
+from torchstrategy.data.batch import TensorSpec as TensorSpec
+from torchstrategy.data.pipeline.dataset import AUTOTUNE as AUTOTUNE
+from torchstrategy.data.pipeline.dataset import Dataset as Dataset
+from torchstrategy.data.pipeline.dataset import TextLineDataset as TextLineDataset
+from torchstrategy.data.pipeline.dataset_options import Options as Options
+from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY as INFINITE_CARDINALITY
+from torchstrategy.data.pipeline.op import SHARD_HINT as SHARD_HINT
+from torchstrategy.data.pipeline.op import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
+from torchstrategy.data.splitters import register_splitter as register_splitter
