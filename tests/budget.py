@@ -29,7 +29,7 @@ class Cost(NamedTuple):
     Args:
         own: CPU seconds of this process and of children that it has waited for.
         living: of its living processes, by pid.
-        num_started: how many it has started.
+        num_started: how many the server of processes has started for it.
     """
 
     own: float
@@ -59,8 +59,8 @@ def watch_starts() -> None:
 
     def start(process):
         global _num_started
-        _num_started += 1
         plain(process)
+        _num_started += process._popen.method == "forkserver"  # others are this process's children
 
     multiprocessing.process.BaseProcess.start = start
 

@@ -3,7 +3,8 @@
 What one test imports can't help another file's: a number that depends on what the program has imported shows. The
 processes are forked from one that has imported torch and pytest, and matplotlib, which the library never looks for,
 several at a time, so each is there in milliseconds; collecting stays as cheap as with one process. Pools of processes,
-and programs that tests start warm, come from one server, which all files share.
+and programs that tests start warm, come from one server, which all files share. The library's own examples run with
+those of their folder, in one process.
 
 All further arguments are pytest's, such as paths, ``-m slow`` or ``-k name``. A plain ``pytest`` runs the same tests.
 """
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +52,7 @@ NUM_DEAREST = 10
 
 
 class Running(NamedTuple):
-    """A file's process, what it prints, and when it began."""
+    """The process of a file, or of some, what it prints, and when it began."""
 
     file: str
     pid: int
@@ -108,15 +110,13 @@ def main(arguments: list[str]) -> int:
     paths = [argument for argument in rest if Path(argument.partition("::")[0]).exists()]
     to_pytest = [*LEFT_OUT, "-q", *(["-m", options.markers] if options.markers else [])]
     to_pytest += [argument for argument in rest if argument not in paths]
-    files = sorted(
-        files_of(paths or FOLDERS, options.markers), key=lambda file: -Path(file.partition("::")[0]).stat().st_size
-    )
+    groups = sorted(groups_of(files_of(paths or FOLDERS, options.markers)), key=lambda files: -sum(map(_size, files)))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has taken from what runs beside it
     _start_server()
     torch.set_num_threads(1)
     _lighten()
     start = time.monotonic()
-    totals, failed, seconds, dear = _run_all(files, to_pytest, options.num_jobs)
+    totals, failed, seconds, dear = _run_all(groups, to_pytest, options.num_jobs)
     for file, took in sorted(seconds.items(), key=lambda item: -item[1])[: options.durations_of_files]:
         print(f"{took:7.1f} s  {file}")
     if dear:
@@ -128,7 +128,10 @@ def main(arguments: list[str]) -> int:
     counts = ", ".join(
         f"{totals[name]} {name}" for name in ("failed", "errors", "passed", "skipped", "xfailed") if totals[name]
     )
-    print(f"=== {counts or 'no tests ran'} in {len(files)} files in {time.monotonic() - start:.0f} s ===", flush=True)
+    print(
+        f"=== {counts or 'no tests ran'} in {sum(map(len, groups))} files in {time.monotonic() - start:.0f} s ===",
+        flush=True,
+    )
     return 1 if failed else 0 if totals else NOTHING_COLLECTED
 
 
@@ -150,6 +153,18 @@ def files_of(paths, markers: str = "") -> list[str]:
             if has_tests and (not markers.isidentifier() or markers in text):
                 found.append(str(file))
     return found
+
+
+def groups_of(files: Sequence[str]) -> list[tuple[str, ...]]:
+    """Put the library's files together by folder; tests stand alone."""
+    groups = collections.defaultdict(list)
+    for file in files:
+        groups[str(Path(file).parent) if file.startswith(LIBRARY) and "::" not in file else file].append(file)
+    return [tuple(group) for group in groups.values()]
+
+
+def _size(file: str) -> int:
+    return Path(file.partition("::")[0]).stat().st_size
 
 
 def _start_server() -> None:
@@ -175,10 +190,10 @@ def _lighten() -> None:
     gc.freeze()
 
 
-def _run_all(files, to_pytest, num_jobs):
+def _run_all(groups, to_pytest, num_jobs):
     totals, failed, seconds, dear = collections.Counter(), [], {}, {}
     selector = selectors.DefaultSelector()
-    waiting = collections.deque(files)
+    waiting = collections.deque(groups)
     num_done = 0
     try:
         while waiting or selector.get_map():
@@ -193,7 +208,7 @@ def _run_all(files, to_pytest, num_jobs):
                 seconds[running.file] = time.monotonic() - running.start
                 print(
                     "F" if names else ".",
-                    end=f" {100 * num_done // len(files)} %\n" if num_done % 60 == 0 else "",
+                    end=f" {100 * num_done // len(groups)} %\n" if num_done % 60 == 0 else "",
                     flush=True,
                 )
     finally:
@@ -204,29 +219,31 @@ def _run_all(files, to_pytest, num_jobs):
     return totals, failed, seconds, dear
 
 
-def _start(file, to_pytest, selector):
+def _start(files, to_pytest, selector):
     read, write = os.pipe()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _be_a_file(file, to_pytest, write, output)
+        _be_a_group(files, to_pytest, write, output)
     os.close(write)
-    selector.register(read, selectors.EVENT_READ, Running(file, pid, output, time.monotonic()))
+    selector.register(read, selectors.EVENT_READ, Running(" ".join(files), pid, output, time.monotonic()))
 
 
-def _be_a_file(file, to_pytest, connection, output):
-    """Run one file's tests in this process, and end it."""
+def _be_a_group(files, to_pytest, connection, output):
+    """Run the tests of some files in this process, and end it."""
     status = 3
     try:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         if LIBRARY in sys.modules:
-            raise RuntimeError(f"{LIBRARY} has been imported before the tests of {file}.")
+            raise RuntimeError(f"{LIBRARY} has been imported before the tests of {files}.")
         # The server is another process's child, which `ensure_running` can't wait for.
         forkserver._forkserver.ensure_running = lambda: None
-        status = pytest.main([*to_pytest, file], plugins=[Outcomes(connection)])
+        if not any("hypothesis" in Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files):
+            to_pytest = [*to_pytest, "-p", "no:hypothesispytest"]  # whose import takes as long as the library's
+        status = pytest.main([*to_pytest, *files], plugins=[Outcomes(connection)])
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - a fork must not go on with its parent's program

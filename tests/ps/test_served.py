@@ -191,6 +191,7 @@ def test_moving_averages_beside_a_strategy_with_replicas():
     assert moving_averages_beside_replicas() == (2, True)
 
 
+@pytest.mark.end_to_end
 def test_moving_averages_where_the_strategy_with_replicas_comes_first():
     program = """
 import torchstrategy as ts

@@ -24,8 +24,8 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
 
     Example:
         >>> from torchstrategy.base.later import attach
-        >>> find, _, names = attach("torchstrategy.metrics")
-        >>> find("Mean") is ts.metrics.Mean, "Mean" in names
+        >>> find, _, names = attach("torchstrategy")
+        >>> find("Server") is ts.Server, "Server" in names
         (True, True)
     """
     module = sys.modules[package]
