@@ -34,6 +34,7 @@ def check_graphs(rows):
         assert 1 <= graphs[1] == graphs[-1] <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["module", "function"])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_compiled_models(num_replicas, compiler):
@@ -81,6 +82,7 @@ def test_channels_last(make):
     check_numbers([train(cpu_devices(count), strategy=make, **LAST) for count in (1, 2, 3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ts.MirroredStrategy, ts.experimental.CentralStorageStrategy])
 @pytest.mark.parametrize(("num_processes", "devices"), [(2, ["cpu:0"]), (3, ["cpu:0"]), (2, ["cpu:0", "cpu:1"])])
 def test_channels_last_in_processes(num_processes, devices, make, process_pool):

@@ -224,6 +224,7 @@ def test_actual_without_a_distributed_batch():
         mirrored(2).run(lambda: ts.compute_average_loss(VECTOR, global_batch_size="actual"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 6, torch.tensor(6), "actual"])
 def test_under_torch_compile(size):
     compiled = torch.compile(

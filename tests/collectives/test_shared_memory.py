@@ -96,6 +96,7 @@ def test_not_a_number_and_infinities_are_the_same_bits_everywhere(backends):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.slow
 def test_operations_of_all_kinds_follow_each_other(backends):
     """Mixed at random, and waited for later than started: what one overwrites another must have read."""
     size = len(backends)

@@ -35,6 +35,7 @@ def huge(tmp_path):
     path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_arrays_larger_than_memory(huge, num_replicas):
     dataset = distribute_dataset(huge, one_process(num_replicas), None, batch_size=4)
@@ -116,6 +117,7 @@ def check_nothing_is_kept(num_bytes, num_tensors):
     assert num_tensors < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_nothing_is_kept_of_the_elements_that_were_read(kind, num_replicas):

@@ -280,6 +280,7 @@ def numbers_of(strategy, element):
     return [{name: values[i].tolist() for name, values in columns.items()} for i in range(len(columns["index"]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_any_number_of_workers_end_to_end(devices, shuffle):
@@ -300,6 +301,7 @@ def read_ranks(num_local, num_workers, shuffle):
     return run_ranks(2, read, num_local, seed=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_any_number_of_workers_on_every_rank(num_local, shuffle):

@@ -114,6 +114,7 @@ def compare(make, processes, num_local, num_epochs=2):
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "num_local"), TOPOLOGIES)
 def test_sequential_loaders_of_many_sizes(processes, num_local):
     for num_examples, batch_size, drop_last in product((0, 1, 2, 5, 9, 12), (1, 3, 4, 7), (False, True)):

@@ -31,6 +31,7 @@ def test_an_exporter_can_be_written(trained):
         est.Exporter()
 
 
+@pytest.mark.slow
 def test_the_final_exporter_exports_once(trained):
     exporter = est.FinalExporter("final", receiver_fn)
     assert export(exporter, trained, 1.0) is None

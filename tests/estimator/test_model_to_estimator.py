@@ -150,6 +150,7 @@ def test_a_saved_model(tmp_path):
     assert estimator.train(batches(), steps=1).evaluate(batches())["global_step"] == 1
 
 
+@pytest.mark.slow
 def test_metrics_can_be_renamed_and_models_exported(tmp_path):
     signature = est.export.PredictOutput(lambda outputs: {"twice": 2 * outputs})
     estimator = est.model_to_estimator(

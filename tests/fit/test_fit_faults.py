@@ -55,6 +55,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNLIKE)
 def test_ranks_that_train_unlike_are_told_in_what(name, process_pool):
     for error in errors_of(process_pool(2), programs.trains_unlike, name).values():

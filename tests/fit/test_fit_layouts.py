@@ -55,6 +55,7 @@ def test_mirrored_over_two_processes(name, devices, expected, process_pool):
         assert_near(found, expected[name], EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["workers 1", "workers 3"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_multi_worker(name, devices, expected, workers):
@@ -68,6 +69,7 @@ def test_uses_in_one_process(name, layout):
     assert_near(use_on(IN_ONE_PROCESS[layout], name), use_on("default", name), EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, cpu_devices(2)], ids=["1 each", "2 each"])
 @pytest.mark.parametrize("name", USES)
 def test_uses_over_two_processes(name, devices, process_pool):

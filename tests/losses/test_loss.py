@@ -124,6 +124,7 @@ def test_a_loss_is_a_plain_object():
     assert again.reduction is Reduction.NONE
 
 
+@pytest.mark.slow
 def test_under_torch_compile():
     loss = ts.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     logits = torch.randn(3, 4, requires_grad=True)

@@ -166,6 +166,7 @@ def test_hyper_parameters_that_make_no_difference(process_pool):
     process_pool(2).run(programs.changes_a_rate, "note", "of rank 0", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "kind", "message"),
     [

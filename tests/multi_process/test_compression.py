@@ -101,6 +101,7 @@ def test_power_sgd(process_pool, size, per_process, rank):
     check_exact_values(results, size * per_process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize(("size", "per_process"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("overlap", [False, True])
@@ -143,6 +144,7 @@ def test_one_process_compresses_nothing(caplog):
     assert "Gradients are not compressed: there is only one process." in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["bf16", PowerSGD(2, start_after=2)])
 def test_a_job_that_goes_on_later(process_pool, compression):
     """What PowerSGD remembers is not saved: it begins with sums in full again."""

@@ -98,6 +98,7 @@ def test_a_rank_lost_in_the_middle_of_shared_memory_is_named(how):
         assert isinstance(caught.value.errors[1], MemoryError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds", "messages"),
     [

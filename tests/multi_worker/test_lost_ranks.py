@@ -91,6 +91,7 @@ def test_a_stopped_rank_is_named_by_the_deadline_if_that_comes_first(rank):
     assert all("did not complete within 3 s" in str(outcomes[other].error) for other in {0, 1, 2} - {rank})
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_in_its_own_thread_shows_its_stack():
     with ts.testing.ProcessPool(2, launcher="TF_CONFIG") as pool:
         outcomes = pool.outcomes(programs.hang_in_a_replica, silent=[1])

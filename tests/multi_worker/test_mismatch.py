@@ -49,6 +49,7 @@ def test_different_operations(size, kind, first, last):
         assert str(error).count("programs.py:") >= size  # the calling lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["axis", "reduced axis", "axis of all_gather"])
 def test_different_axes(kind):
     for error in errors_of(2, programs.mismatch, kind):
@@ -64,6 +65,7 @@ def test_a_rank_that_skips_a_step(skipped):
         assert "rank 1" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "first", "last"),
     [

@@ -55,6 +55,7 @@ def test_a_leader_that_never_starts_is_named():
         assert "2 s" in str(outcome.error)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other_program:
         leader = f"127.0.0.1:{other_program.getsockname()[1]}"
@@ -63,6 +64,7 @@ def test_a_port_that_is_taken():
             assert leader in str(outcome.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "leader", ["no-such-host.invalid:2222", pytest.param("192.0.2.1:2222", marks=pytest.mark.slow)]
 )
@@ -72,6 +74,7 @@ def test_a_leader_address_that_leads_nowhere(leader):
         assert leader in str(outcome.error)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_at_the_start(network):
     hosts = network(2)
     hosts.cut(1)
@@ -239,6 +242,7 @@ def test_a_worker_that_is_started_twice(tmp_path):
     assert leader.result().value == 2.0 or leader.result().error is not None
 
 
+@pytest.mark.slow
 def test_a_program_that_has_ended_while_another_still_starts():
     with Workers(2) as workers:
         leader, kill = workers.start(0, programs.sum_of_ones, 10.0)

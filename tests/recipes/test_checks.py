@@ -95,6 +95,7 @@ PROFILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_wrong_profiles(recipe):
     for option, message in PROFILES.items():
@@ -129,6 +130,7 @@ def test_wrong_numbers(recipe):
                 run(recipe, f"{name}={value}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [

@@ -65,6 +65,7 @@ def assert_same(result, expected, atol=1e-10):
     torch.testing.assert_close(result[1:], expected[1:], rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_replicas_in_one_process(num_replicas, steps):

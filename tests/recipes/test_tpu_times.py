@@ -24,6 +24,7 @@ def stand_in_for_torch_xla(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["loop", "fit"])
 def test_a_side_is_timed_and_then_recorded(side, tmp_path, monkeypatch, capsys):
     stand_in_for_torch_xla(monkeypatch)

@@ -102,6 +102,7 @@ def losses_of_epochs(devices, backend, decorated="step", dtype=torch.float32, ep
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()] + [losses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decorated", ["replica", "step", "epoch", "all"])
 @pytest.mark.parametrize("num_replicas", [0, 1, 2, 4])
 def test_compiled_steps_give_the_same_numbers(num_replicas, decorated, backend):

@@ -53,6 +53,7 @@ def test_errors_carry_rank_and_traceback():
         assert pool.run(environment)[0][1] != before[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "message"), [(sleep, "no answer"), (unpicklable, "can't be pickled"), (leave, "exit code 5")]
 )
@@ -86,6 +87,7 @@ def test_an_error_that_cannot_travel_arrives_as_text():
     assert "fail_oddly" in caught.value.tracebacks[0]
 
 
+@pytest.mark.slow
 def test_nobody_waits_long_for_a_rank_after_the_error_of_another():
     start = time.monotonic()
     with ts.testing.ProcessPool(2) as pool, pytest.raises(ts.testing.RemoteError) as caught:

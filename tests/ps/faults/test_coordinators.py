@@ -91,6 +91,7 @@ def test_stopped_coordinator_that_returns_is_refused(quick_cluster, make_job, st
     assert int(job.iterations) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heartbeats", [0.2, 2.0])
 def test_stopped_coordinator_goes_on(quick_cluster, start, heartbeats):
     """Nobody has taken its place, and the servers still have all that it had made."""

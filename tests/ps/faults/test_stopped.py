@@ -41,6 +41,7 @@ def begin_adding(job):
     return v, result, index
 
 
+@pytest.mark.slow
 def test_stopped_worker_is_lost_and_its_late_changes_are_refused(job):
     """Its function runs elsewhere. Continued, it pushes and returns in vain, and works again."""
     v, result, stopped = begin_adding(job)
