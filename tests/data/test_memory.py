@@ -48,6 +48,7 @@ def test_arrays_larger_than_memory(huge, num_replicas):
     assert dataset.element_spec is not None
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # of torch's own collate function
 def test_both_ends_of_an_array_larger_than_memory_through_a_loader_of_each_process(huge):
     ends = [0, 1, len(huge) - 2, len(huge) - 1]
     loader = DataLoader(make_numpy_dataset({"x": huge}), 4, sampler=ends)
