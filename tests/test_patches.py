@@ -138,7 +138,7 @@ def test_replicate_patches_no_constructor():
     """)
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_one_replica_changes_nothing():
     run("""
     during, listed = train(lambda: ts.OneDeviceStrategy("cpu:0"))

@@ -98,6 +98,7 @@ def test_a_backend_that_fails(monkeypatch):
     assert "did not start" in finding.detail
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_in_the_processes_prints_no_traceback(monkeypatch, capfd):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none_such")
     finding = next(iter(check_backends_here(FakeHost(), 60.0)))

@@ -331,6 +331,7 @@ def test_an_optimizer_that_can_not_be_made_again(tmp_path):
     assert torch.equal(ts.models.load_model(tmp_path / "model.pt", compile=False).module.weight, model.module.weight)
 
 
+@pytest.mark.slow
 def test_what_the_model_has_seen_is_known(tmp_path):
     model = make()
     train(model)

@@ -39,6 +39,7 @@ def check_equal(results):
             assert any(taken) or name == "clipped_before_the_sum", name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_two_processes_get_the_same_numbers_with_and_without_overlap(name, process_pool):
     results = process_pool(2).run(programs.run, [name], "AUTO")

@@ -92,7 +92,7 @@ def test_an_exchange_may_start_early(process_pool):
         assert "rank 1: mine (number " in refused[0]
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_gradients_of_all_kinds_equal_in_process_replicas(process_pool):
     expected = programs.mixed_gradients(cpu_devices(2))
     first, second = process_pool(2).run(programs.mixed_gradients, None)

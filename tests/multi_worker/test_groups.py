@@ -7,6 +7,7 @@ import torchstrategy as ts
 from tests.multi_worker import programs
 
 
+@pytest.mark.slow
 def test_groups_are_made_at_any_time_and_do_not_disturb_each_other():
     with ts.testing.ProcessPool(2, launcher="TF_CONFIG") as pool:
         assert pool.run(programs.groups) == [[2.0, 4.0, 2.0, 4.0, 2.0, 4.0, 2.0]] * 2

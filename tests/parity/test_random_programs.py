@@ -39,6 +39,7 @@ def test_replicas_in_one_process(seed, num_replicas, concurrent):
     check(found, seed, num_replicas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_processes", "overlap"), [(2, False), (2, True), (3, True)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_processes(seed, num_processes, overlap, process_pool):

@@ -406,7 +406,7 @@ def test_a_new_coordinator_finds_nothing_of_the_old_one():
                 assert new.pull([spec], {})[0][1].tolist() == [5.0] * 4
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_processes():
     with thread_servers(1) as (here, _), process_servers(1) as (there, processes):
         addresses = [*here, *there]

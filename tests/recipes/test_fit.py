@@ -115,7 +115,7 @@ def test_comparison(tmp_path):
     assert all(line == lines[0] for line in lines), "what is printed is equal"
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_guide(tmp_path):
     output = layouts.run_all(layouts.alone(RECIPE, "guide=true"), tmp_path)
     check_guide(output, num_columns=3)

@@ -73,7 +73,7 @@ def test_replicas_in_one_process(num_replicas, steps):
     assert_same(train(devices, *steps), train(["cpu:0"], *steps))
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 @pytest.mark.parametrize("local_devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_two_processes(process_pool, local_devices):
     expected = train(["cpu:0"], 1, 2)

@@ -113,6 +113,7 @@ def test_compiled_steps_give_the_same_numbers(num_replicas, decorated, backend):
     assert 1 <= backend.num_graphs <= 3  # full, short, single: for all replicas, steps and epochs
 
 
+@pytest.mark.slow
 def test_in_double_precision(backend):
     expected = losses_of_epochs([], None, decorated=None, dtype=torch.float64)
     actual = losses_of_epochs(cpu_devices(3), backend, dtype=torch.float64)
@@ -264,6 +265,7 @@ def test_modules_of_equal_structure_share_the_compiled_code(backend):
     assert backend.num_graphs == 1
 
 
+@pytest.mark.slow
 def test_modes_and_buffers(backend):
     torch.manual_seed(0)
     model = Net()

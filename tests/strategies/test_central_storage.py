@@ -66,6 +66,7 @@ def test_numbers_of_mirrored_in_one_process(variant, way):
     assert largest_difference(expected, way("central", cpu_devices(count), variant)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [programs.train, programs.with_copies])
 @pytest.mark.parametrize("variant", BETTER)
 def test_writes_outside_run_that_torch_does_not_count(variant, way, process_pool):

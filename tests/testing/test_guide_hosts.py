@@ -50,6 +50,7 @@ def test_a_slow_link_does_not_change_the_weights(network):
             torch.testing.assert_close(weight, alone)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named():
     with ts.testing.ProcessPool(2, launcher="TF_CONFIG") as pool:
         survivor, killed = pool.outcomes(train, 10, Fault("kill", rank=1, step=7))

@@ -116,6 +116,7 @@ def place():
         return probe.getsockname()[0], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]
 
 
+@pytest.mark.slow
 def test_processes_run_on_the_hosts_of_a_network():
     with network_or_skip(2) as network, ts.testing.ProcessPool(3, network=network) as pool:
         found = pool.run(place)

@@ -63,6 +63,7 @@ def test_predictions_are_the_estimators(tmp_path, make):
             torch.testing.assert_close(value, wanted)
 
 
+@pytest.mark.slow
 def test_signatures_of_a_classifier(tmp_path):
     estimator = LinearClassifier([X], tmp_path / "model", label_vocabulary=["cat", "dog"])
     estimator.train(lambda: ({"x": torch.ones(2)}, ["cat", "cat"]), steps=1)

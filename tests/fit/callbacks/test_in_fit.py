@@ -123,6 +123,7 @@ def train_in_process(name):
     return history, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_processes_train_as_one(make, process_pool):
     expected = train([], make(), optimizer="torch")
