@@ -7,7 +7,7 @@ from tests import step_calls
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
-    ("count", "num_calls", "num_files"), [(step_calls.in_process, 7.5, 34), (step_calls.in_processes, 1, 34)]
+    ("count", "num_calls", "num_files"), [(step_calls.in_process, 7.5, 31), (step_calls.in_processes, 1, 31)]
 )
 def test_calls_for_each_parameter_and_files(count, num_calls, num_files):
     calls = count(600)

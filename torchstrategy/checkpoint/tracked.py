@@ -1,4 +1,4 @@
-"""How a checkpoint treats one object: the base class, and tensors and variables.
+"""How a checkpoint treats one object: the base class, tensors and variables, and plain data, which files hold.
 
 A restore is planned first: a plan has compared everything in the file with the object and changed nothing. Only when
 all plans of all processes are made is the first object changed.

@@ -1,4 +1,4 @@
-"""Making a model: one call of ``model_fn`` for each train, evaluate, predict or export, then a checkpoint's values."""
+"""Making a model: a call of ``model_fn``, then a checkpoint's values; and what its training step does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Estimator.evaluate``: every batch counts once, and the loss is the mean over batches."""
+"""``Estimator.evaluate``, where every batch counts once and the loss is the mean over batches, and ``predict``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling a ``model_fn`` with the arguments that it names, and checking what it returns."""
+"""Calling a ``model_fn`` or an ``input_fn`` with the arguments that it names, and checking what it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How messages name the arguments that hold data: ``fit(x=...)``, or ``fit(validation_data=...)[0]``."""
+"""The arguments of a model's methods: checks that they share, and how messages name those that hold data."""
 
 from __future__ import annotations
 

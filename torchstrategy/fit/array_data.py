@@ -1,4 +1,4 @@
-"""The arrays that ``fit`` and its kin are given: numpy arrays and tensors, nested or not, that hold examples.
+"""The arrays that ``fit`` and its kin are given, nested or not, and batches of them, shuffled anew in each epoch.
 
 Nothing of the size of the data is copied. numpy's floating arrays become torch's default dtype, batch by batch, as
 Keras casts them: numpy makes ``float64`` by itself, which no layer takes. Tensors keep their dtype.

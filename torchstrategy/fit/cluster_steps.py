@@ -1,4 +1,4 @@
-"""The steps of a model on the workers of a cluster: what travels, and what a worker does with a batch."""
+"""The steps of a model on the workers of a cluster: scheduled some way ahead, sent, and run by a worker."""
 
 from __future__ import annotations
 

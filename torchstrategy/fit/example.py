@@ -1,4 +1,4 @@
-"""Running a copy of a model outside training: what it is copied to, and inputs like those that it was trained with."""
+"""Running a model outside training: a copy on inputs like those of the training, and lazy layers that need shapes."""
 
 from __future__ import annotations
 

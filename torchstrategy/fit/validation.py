@@ -1,4 +1,4 @@
-"""The validation of ``fit``: its data, and after which epochs it is due."""
+"""The validation of ``fit``: its data, a part of the arrays or given, and after which epochs it is due."""
 
 from __future__ import annotations
 

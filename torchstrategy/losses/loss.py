@@ -1,4 +1,4 @@
-"""The base class of losses, and how the losses of examples become one number."""
+"""The base class of losses: what each does with its arguments, and how the losses of examples become one number."""
 
 from __future__ import annotations
 

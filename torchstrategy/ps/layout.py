@@ -1,4 +1,4 @@
-"""Where the parts of each variable live: which rows on which parameter server.
+"""Where the parts of each variable live, and how what concerns all of it is cut into what each server is asked.
 
 Decided once, when the variable is made, by the coordinator; workers get the same ``VariableSpec``.
 """

@@ -1,4 +1,4 @@
-"""An optimizer's state of one parameter: how it travels, and how it is cut into the states of the parameter's parts.
+"""An optimizer's state of one parameter: how it travels and is cut; and by trial, whether it may be cut at all.
 
 Reading a class can't tell, and lists of names would miss what users write themselves. A trial is three steps of a few
 numbers, once for each group of parameters.

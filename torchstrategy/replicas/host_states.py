@@ -1,4 +1,4 @@
-"""The state of optimizers in memory that processes share: the chief's, which the others see."""
+"""What central storage has in the host's memory: the place of each tensor, and the state of optimizers."""
 
 from __future__ import annotations
 

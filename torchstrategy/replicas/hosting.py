@@ -1,4 +1,4 @@
-"""Where replica functions run: what a strategy needs of it, and a process with one replica."""
+"""Where replica functions run: what a strategy needs of it, a process with one replica, and the caller's modes."""
 
 from __future__ import annotations
 

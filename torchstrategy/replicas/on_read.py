@@ -1,4 +1,4 @@
-"""Variables whose copies the replicas write by themselves, and making variables of every kind."""
+"""Variables whose copies the replicas write by themselves, those of central storage, and making all kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object that ``strategy.scope()`` returns."""
+"""The object that ``strategy.scope()`` returns, and objects that become a strategy's without it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A copy to the host in the middle of a replica function ends the process, so it must be known before.
 
-They don't pass torch's dispatcher. Collectives see one replica there: they return their input or end the process.
+Functions of torch_xla that don't pass torch's dispatcher must not be called either: collectives see one replica
+there, and return their input or end the process.
 """
 
 from __future__ import annotations

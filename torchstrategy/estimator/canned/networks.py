@@ -1,4 +1,4 @@
-"""The parts of the canned models: each makes parameters under tf's names, and computes logits with them.
+"""The parts of the canned models, which make parameters under tf's names and compute logits; and their summaries.
 
 All parameters of a model belong to one module, because torch puts a dot between the names of a module and its
 submodule, and tf's names have slashes.

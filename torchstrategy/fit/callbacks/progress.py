@@ -1,4 +1,4 @@
-"""Showing how far a training is: bars that move on terminals and in notebooks, plain lines elsewhere."""
+"""Showing how far a training is: moving bars on terminals and in notebooks, plain lines elsewhere, torn by nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a training."""
+"""What TensorBoard shows of a training: logs, weights, the model's graph, and profiles of some batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what everybody is doing when nothing has ended for a long time."""
+"""Says what everybody is doing when nothing has ended for a long time; and one thread that calls functions later."""
 
 from __future__ import annotations
 

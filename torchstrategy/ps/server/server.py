@@ -1,4 +1,4 @@
-"""``Server``: one task of a cluster, which serves a coordinator that knows its address."""
+"""``Server``: one task of a cluster, which serves a coordinator that knows its address, or until nobody needs it."""
 
 from __future__ import annotations
 

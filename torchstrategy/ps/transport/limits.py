@@ -1,4 +1,4 @@
-"""What is logged of strangers and damage, so that neither can fill the disk."""
+"""How large a message may be, how long a connection may be silent, and what is logged of strangers and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between processes: a kind, fields in JSON, raw tensors, and on control connections raw bytes.
+"""What travels between processes: a kind, fields in JSON, raw tensors, raw bytes; and memory for what arrives.
 
 Nothing here unpickles: decoding a message runs no code that the message brings.
 """

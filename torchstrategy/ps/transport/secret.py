@@ -1,4 +1,4 @@
-"""The secret that the processes of one cluster share, and the keys that are derived from it.
+"""The secret that the processes of one cluster share, keys derived from it, and seals on messages.
 
 Who knows it may connect, and who may connect can run code: see SECURITY.md.
 

@@ -1,4 +1,4 @@
-"""``verify_replication``."""
+"""``verify_replication``, and what it returns and prints."""
 
 from __future__ import annotations
 

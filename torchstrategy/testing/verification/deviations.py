@@ -1,4 +1,4 @@
-"""Where a run differs from that of one replica: step by step, name by name."""
+"""Where a run differs from that of one replica, step by step, and by how much more than rounding."""
 
 from __future__ import annotations
 
