@@ -20,7 +20,7 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
 
     Args:
         package: its name.
-        now: modules that are imported at once.
+        now: modules that are imported at once, and all names that are in them.
 
     Example:
         >>> from torchstrategy.base.later import attach
@@ -54,4 +54,9 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
 
     for name in now:
         importlib.import_module(name)
+    for name, home in homes.items():
+        if (
+            home in now or f"{home}.{name}" in now
+        ):  # a compiler that meets a name which is not there yet does not know how to find it
+            find(name)
     return find, names, sorted(homes)
