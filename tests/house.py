@@ -18,7 +18,7 @@ def count() -> dict[str, int | list[str]]:
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     names = Counter(file.stem for file in files if file.stem not in ANYWHERE)
-    importers = _importers(files)
+    importers = _importers([*files, *(ROOT / PACKAGE).rglob("*.pyi")])  # stubs list what lazy packages import
     own = [file for file in files if file.stem != "__init__"]
     return {
         "files": len(files),

@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> int:
     groups = sorted(groups_of(files_of(paths or FOLDERS, options.markers)), key=lambda files: -sum(map(_size, files)))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has taken from what runs beside it
     _start_server()
+    budget.is_enforced = True
     torch.set_num_threads(1)
     _lighten()
     start = time.monotonic()

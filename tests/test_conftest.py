@@ -47,6 +47,7 @@ import pytest
 import torchstrategy as ts
 from tests import budget
 
+budget.is_enforced = True
 budget.LIMIT_S = 0.2
 BURN = "import time\\nwhile time.process_time() < 0.4: pass"
 

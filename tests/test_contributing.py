@@ -24,6 +24,13 @@ def test_what_is_named_is_there(path):
     assert (ROOT / path).exists()
 
 
+def test_public_names_are_put_where_the_package_lists_them():
+    listed = [path for path in paths_of(TEXT) if "__init__" in path]
+    assert listed
+    for path in listed:
+        assert path.endswith(".pyi") or not (ROOT / path).with_suffix(".pyi").exists()
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([\w-]+)`", TEXT))))
 def test_make_has_the_target(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

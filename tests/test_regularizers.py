@@ -1,4 +1,4 @@
-"""The penalties themselves; tests/test_layer_losses.py has what attaches them."""
+"""The penalties themselves; tests/losses/test_layer_losses.py has what attaches them."""
 
 import pickle
 

@@ -60,6 +60,7 @@ def test_wheel_holds_the_library_only(wheel):
     folders = {name.split("/")[0] for name in names}
     assert {name for name in folders if not name.endswith(".dist-info")} == {"torchstrategy"}
     assert "torchstrategy/py.typed" in names
+    assert {stub.relative_to(ROOT).as_posix() for stub in (ROOT / "torchstrategy").rglob("*.pyi")} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

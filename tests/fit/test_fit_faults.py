@@ -42,7 +42,7 @@ def test_a_rank_that_is_gone_is_named(kind, where):
         assert "Rank 1" in str(outcomes[0].error)
 
 
-# Each argument by itself is in test_agreement.py.
+# Each argument by itself is in test_rank_comparison.py.
 UNLIKE = {
     "loss": "compile(loss=...): rank 0: CrossEntropyLoss(",
     "executions": "compile(steps_per_execution=...): rank 0: 1; rank 1: 2",

@@ -1,6 +1,8 @@
 """Model.save, load_model, save_weights and load_weights: one file, read by plain torch, by any strategy, or refused."""
 
 import functools
+import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from torch import nn
 
 import torchstrategy as ts
 from torchstrategy import errors
+from torchstrategy.fit import architecture
 
 CPUS = ["cpu:0", "cpu:1"]
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -493,3 +496,13 @@ def test_processes_fail_as_one(process_pool, tmp_path):
         assert "overwrite=True" in reasons[0]
     assert "Rank 1 could not restore" in first[1]
     assert second[1].startswith("NotFoundError")
+
+
+def test_files_may_name_modules_of_the_library_as_they_were_called_before():
+    unpickler = architecture._Unpickler(io.BytesIO(), [], {})
+    assert unpickler.find_class("torchstrategy.training.model", "Model") is ts.Model
+    assert unpickler.find_class("torchstrategy.callbacks.history", "History") is ts.callbacks.History
+    assert unpickler.find_class("torchstrategy.metrics.base", "Metric") is ts.metrics.Metric
+    for before, now in architecture._MOVED.items():
+        assert importlib.util.find_spec(now) is not None
+        assert importlib.util.find_spec(before) is None or before == "torchstrategy.callbacks"  # a public name

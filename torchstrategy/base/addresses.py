@@ -89,7 +89,8 @@ class ReservedPorts:
     """Different ports that nothing uses, for processes that are about to start.
 
     On Linux they stay reserved until they are closed: of two sockets with one port one may listen, and the system gives
-    the port to nobody who asks for any. Elsewhere another process may take one before it is used.
+    the port to nobody who asks for any. A server must set ``SO_REUSEADDR``, as those of torch, ZeroMQ and Python do.
+    Elsewhere another process may take a port before it is used.
 
     Args:
         number: how many.

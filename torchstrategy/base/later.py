@@ -29,10 +29,16 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
         (True, True)
     """
     module = sys.modules[package]
-    stub = Path(str(module.__file__)).with_suffix(".pyi")
+    stub = str(Path(str(module.__file__)).with_suffix(".pyi"))
+    try:  # by what has loaded the package, perhaps from an archive
+        source = module.__spec__.loader.get_data(stub)  # type: ignore[union-attr]
+    except OSError as error:
+        raise ImportError(
+            f"{stub} is missing, which lists the names of {package}: it belongs to the package."
+        ) from error
     homes = {
         alias.name: node.module
-        for node in ast.parse(stub.read_text(encoding="utf-8")).body
+        for node in ast.parse(source).body
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
     }
@@ -54,9 +60,8 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
 
     for name in now:
         importlib.import_module(name)
+    # A compiler that meets a name of the package which is not there yet does not know how to find it.
     for name, home in homes.items():
-        if (
-            home in now or f"{home}.{name}" in now
-        ):  # a compiler that meets a name which is not there yet does not know how to find it
+        if home in now or f"{home}.{name}" in now:
             find(name)
     return find, names, sorted(homes)

@@ -1,6 +1,6 @@
 """``ts.coordinator``: what tf has under ``tf.distribute.coordinator``."""
 
-from torchstrategy.ps import coordinator
+from torchstrategy.ps import coordinator as _home
 from torchstrategy.ps.coordinator import *  # noqa: F403 - the names are listed there
 
-__all__ = coordinator.__all__
+__all__ = _home.__all__

@@ -1,6 +1,6 @@
 """``ts.feature_column``: feature columns under tf's names."""
 
-from torchstrategy.estimator import feature_column
+from torchstrategy.estimator import feature_column as _home
 from torchstrategy.estimator.feature_column import *  # noqa: F403 - the names are listed there
 
-__all__ = feature_column.__all__
+__all__ = _home.__all__

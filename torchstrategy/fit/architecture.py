@@ -87,11 +87,32 @@ class _Pickler(pickle.Pickler):
         return self._tensors.number(obj) if is_plain else None
 
 
+#: Modules of the library that files name and that have other names now, the longest first.
+_MOVED = {
+    "torchstrategy.losses.arguments": "torchstrategy.losses.loss",
+    "torchstrategy.losses.names": "torchstrategy.losses.loss_names",
+    "torchstrategy.metrics.base": "torchstrategy.metrics.metric",
+    "torchstrategy.metrics.inputs": "torchstrategy.metrics.metric_inputs",
+    "torchstrategy.metrics.names": "torchstrategy.metrics.metric_names",
+    "torchstrategy.metrics.regression": "torchstrategy.metrics.mean_errors",
+    "torchstrategy.replicas.mirrored": "torchstrategy.replicas.facade",
+    "torchstrategy.callbacks": "torchstrategy.fit.callbacks",
+    "torchstrategy.training": "torchstrategy.fit",
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, records: list[Any], tensors: dict[int, Tensor]) -> None:
         super().__init__(file)
         self._records = records
         self._tensors = tensors
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        for before, now in _MOVED.items():
+            if module_name == before or module_name.startswith(f"{before}."):
+                module_name = now + module_name.removeprefix(before)
+                break
+        return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any) -> Tensor:
         if pid not in self._tensors:

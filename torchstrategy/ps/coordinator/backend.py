@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +20,6 @@ from torchstrategy.ps.transport.messages import Message
 __all__ = ["ClusterStrategy", "StrategyBackend"]
 
 
-@runtime_checkable
 class ClusterStrategy(Protocol):
     """What a coordinator needs of its strategy, which is a ``ParameterServerStrategy`` on its coordinator."""
 

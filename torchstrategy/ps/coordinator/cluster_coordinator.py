@@ -76,7 +76,12 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: Any, **_: Any) -> ClusterCoordinator:
         """Return the strategy's coordinator if it has one."""
-        if not isinstance(strategy, ClusterStrategy):
+        if getattr(strategy, "_is_on_worker", False):
+            raise TypeError(
+                "A ClusterCoordinator can't be made in a function that runs on a worker. Make it in the coordinator's "
+                "program, and schedule functions from there."
+            )
+        if not isinstance(strategy, Strategy) or strategy._coordinator_class() is None:
             raise TypeError(
                 "A ClusterCoordinator needs a ts.ParameterServerStrategy. Received: "
                 f"{strategy!r}. Other strategies compute in `strategy.run`."
