@@ -36,9 +36,11 @@ passes, until the strategy is collected.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import linecache
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -67,6 +69,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEEPING = "the C library's mallopt: freed memory is kept"
 
 _MISSING = object()
+#: How often it is looked whether a compilation has ended, in seconds.
+_WAIT_S = 0.1
 _active: dict[object, Patch] = {}
 
 
@@ -191,9 +195,11 @@ class WhileUsed:
         return any(reference() is not None for reference in references)
 
     def _leave(self) -> None:
-        compilation = torch._guards.CompileContext.try_get()
-        if compilation is not None:  # it has seen what is replaced, and looks at it again for its guards
-            weakref.finalize(compilation, self._leave).atexit = False
+        if _is_compiling():  # it has seen what is replaced, and looks at it again for its guards
+            again = threading.Timer(_WAIT_S, self._leave)
+            again.daemon = True
+            with contextlib.suppress(RuntimeError):  # the program ends
+                again.start()
             return
         # A user may be collected at any time, also where this thread has the lock: who has it looks again.
         while self._ends is not None and not self.has_users and self._lock.acquire(blocking=False):
@@ -204,6 +210,19 @@ class WhileUsed:
                         end()
             finally:
                 self._lock.release()
+
+
+def _is_compiling() -> bool:
+    """Say whether torch compiles something, in this thread or in another one."""
+    if torch._guards.CompileContext.try_get() is not None:
+        return True
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is None:
+        return False
+    if not compiler.compile_lock.acquire(blocking=False):
+        return True
+    compiler.compile_lock.release()
+    return False
 
 
 def keep_freed_memory() -> bool:

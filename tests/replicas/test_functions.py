@@ -3,11 +3,14 @@ import gc
 import inspect
 import logging
 import pickle
+import threading
+import time
 
 import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 
 import torchstrategy as ts
@@ -611,24 +614,37 @@ def test_batch_norm_on_two_replicas():
         torch.testing.assert_close(moving_averages(decorate, devices), expected, rtol=0, atol=1e-6)
 
 
-def test_a_strategy_that_is_collected_while_a_model_is_compiled():
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_strategy_that_is_collected_while_a_model_is_compiled(compiler, in_thread):
     gc.collect()
     plain = functional.batch_norm
     held = [ts.MirroredStrategy(["cpu:0", "cpu:1"])]
     assert functional.batch_norm is not plain
     during = []
 
-    def backend(graph, _):
+    def drop():
         held.clear()
         gc.collect()
+
+    def backend(graph, inputs):
+        if in_thread:
+            thread = threading.Thread(target=drop)
+            thread.start()
+            thread.join()
+        else:
+            drop()
         during.append(functional.batch_norm)
-        return graph.forward
+        return lookup_backend(compiler)(graph, inputs)
 
     model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(5, 3)
     expected = copy.deepcopy(model)(x)
     torch.testing.assert_close(torch.compile(model, backend=backend)(x), expected)
     assert during
     assert plain not in during
+    deadline = time.monotonic() + 20
+    while functional.batch_norm is not plain and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert functional.batch_norm is plain
 
 

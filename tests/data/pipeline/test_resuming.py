@@ -4,6 +4,8 @@ import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,6 +15,8 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import torchstrategy as ts
+from torchstrategy.data.pipeline.node import Node
+from torchstrategy.data.pipeline.parallel import Prefetch
 
 Dataset = ts.data.Dataset
 
@@ -265,6 +269,69 @@ def test_torchdatas_stateful_loader(num_workers):
     second.load_state_dict(state)
     assert plain(second) == rest
     assert sorted(itertools.chain(*seen, *rest)) == list(range(40))
+
+
+LEAVES_EARLY = """
+import torch
+import torchstrategy as ts
+from torchstrategy.data.pipeline.node import Node
+from torchstrategy.data.pipeline.parallel import Prefetch
+
+torch.set_num_threads(1)
+elements = iter(ts.data.Dataset.range(100).map(lambda x: torch.randn(600, 600) @ torch.randn(600, 600)).prefetch(4))
+next(elements)
+"""
+
+
+@pytest.mark.end_to_end
+def test_a_program_may_end_while_a_thread_reads_ahead():
+    for end in ("", "del elements"):
+        assert subprocess.run([sys.executable, "-c", LEAVES_EARLY + end], timeout=100, check=False).returncode == 0
+
+
+def test_whatever_ends_the_thread_that_reads_ahead_reaches_the_reader():
+    def leave(x):
+        if x == 3:
+            sys.exit("left")
+        return x
+
+    elements = iter(Dataset.range(10).map(leave).prefetch(2))
+    assert [int(next(elements)) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(SystemExit, match="left"):
+        next(elements)
+
+
+def test_a_prefetch_that_could_not_begin_is_not_an_empty_one():
+    class Broken(Node):
+        def start(self, state):
+            raise OSError("gone")
+
+    node = Prefetch(Broken(), 2)
+    with pytest.raises(OSError, match="gone"):
+        next(node)
+    for ask in (lambda: next(node), node.state_dict):
+        with pytest.raises(RuntimeError, match="could not begin"):
+            ask()
+
+
+def test_positions_from_when_torchdata_read_ahead():
+    node = Prefetch(CountingNode(), 2)
+    node.reset({"ahead": {"snapshot": {"at": 3}, "steps_since_snapshot": 0}})
+    assert list(node) == list(range(3, 10))
+
+
+class CountingNode(Node):
+    def start(self, state):
+        self.at = 0 if state is None else state["at"]
+
+    def next(self):
+        if self.at == 10:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def get_state(self):
+        return {"at": self.at}
 
 
 def test_torchdatas_nodes_read_a_dataset():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,12 @@ __all__ = ["ParallelMap", "Prefetch"]
 
 _CALLS_PER_THREAD = 2  # that are waiting or running
 _setting_threads = threading.Lock()
+#: How long whoever stops a thread waits for the item that it is reading, in seconds.
+_WAIT_S = 0.5
+_WAIT_AT_EXIT_S = 5.0
+#: What positions held when torchdata read ahead.
+_STATE_OF_TORCHDATA = {"snapshot", "steps_since_snapshot"}
+_NOT_BEGUN = "The dataset could not begin, as an earlier error has said. Iterate over it anew."
 
 
 class _Read(NamedTuple):
@@ -25,7 +33,7 @@ class _Read(NamedTuple):
 
     item: Any = None
     state: State | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class _Reader:
@@ -43,7 +51,9 @@ class _Reader:
         self._is_stopped = False
         self._free = threading.Semaphore(buffer_size)
         self._found: queue.SimpleQueue[_Read] = queue.SimpleQueue()
-        threading.Thread(target=self._read_all, name="ts.data.prefetch", daemon=True).start()
+        self._thread = threading.Thread(target=self._read_all, name="ts.data.prefetch", daemon=True)
+        self._thread.start()
+        _readers.add(self)
 
     def take(self) -> _Read:
         """Return what was read next; it waits for it."""
@@ -51,10 +61,12 @@ class _Reader:
         self._free.release()
         return found
 
-    def stop(self) -> None:
-        """Let the thread end after the item that it is reading."""
+    def stop(self, wait_s: float = _WAIT_S) -> None:
+        """Let the thread end after the item that it is reading, and wait for that, but not for long."""
         self._is_stopped = True
         self._free.release()
+        if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
+            self._thread.join(wait_s)
 
     def _read_all(self) -> None:
         found = _Read(state={})
@@ -71,8 +83,19 @@ class _Reader:
             return _Read(next(self._source), self._source.state_dict())
         except StopIteration:
             return _Read()
-        except Exception as error:  # noqa: BLE001 - raised again by whoever takes it
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever takes it
             return _Read(error=error)
+
+
+#: Those whose threads may be reading.
+_readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End threads with the program: one that is inside of torch then would abort it."""
+    for reader in list(_readers):
+        reader.stop(_WAIT_AT_EXIT_S)
 
 
 class Prefetch(Node):
@@ -88,28 +111,39 @@ class Prefetch(Node):
         self._buffer_size = buffer_size
         self._lock = threading.Lock()  # a thread that was stopped may be reading yet
         self._reader: _Reader | None = None
+        self._given: State | None = None
+        self._is_at_end = False
 
     @override
     def start(self, state: State | None) -> None:
         self._stop()
+        self._given, self._is_at_end = None, False
+        ahead = None if state is None else state["ahead"]
+        if ahead is not None and ahead.keys() == _STATE_OF_TORCHDATA and not ahead["steps_since_snapshot"]:
+            ahead = ahead["snapshot"]
         with self._lock:
-            self._source.reset(None if state is None else state["ahead"])
+            self._source.reset(ahead)
             self._given = self._source.state_dict()  # the source's state after the last item that was given
         self._reader = _Reader(self._source, self._buffer_size, self._lock)
 
     @override
     def next(self) -> Any:
-        if self._reader is None:
+        if self._is_at_end:
             raise StopIteration
+        if self._reader is None:
+            raise RuntimeError(_NOT_BEGUN)
         item, state, error = self._reader.take()
         if state is None:
             self._stop()
+            self._is_at_end = True
             raise StopIteration if error is None else error
         self._given = state
         return item
 
     @override
     def get_state(self) -> State:
+        if self._given is None:
+            raise RuntimeError(_NOT_BEGUN)
         return {"ahead": self._given}
 
     def __del__(self) -> None:
