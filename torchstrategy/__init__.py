@@ -16,7 +16,7 @@ _NOW = (
     "torchstrategy.errors",
     "torchstrategy.nn",
     "torchstrategy.strategies.default",
-    "torchstrategy.strategies.mirrored",
+    "torchstrategy.strategies.mirrored_strategy",
     "torchstrategy.strategies.one_device",
     "torchstrategy.strategies.replica_context",
     "torchstrategy.strategies.strategy",

@@ -37,7 +37,7 @@ TF_NAMES = {
     r"<tf\.Variable": "<ts.Variable",
     r"_BatchDataset|_VariantDataset": "DataLoader",
     r"RaggedTensor": "NestedTensor",
-    r"tensorflow\.python\.distribute\.mirrored_strategy": "torchstrategy.strategies.mirrored",
+    r"tensorflow\.python\.distribute\.mirrored_strategy": "torchstrategy.strategies.mirrored_strategy",
     r"tensorflow\.python\.distribute\.one_device_strategy": "torchstrategy.strategies.one_device",
     r"tensorflow\.python\.distribute\.input_lib": "torchstrategy.data.distributed_dataset",
     r"tf\.distribute\.InputContext\b": "InputContext",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 
 @pytest.fixture(params=[2, 3])

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchstrategy as ts
-from torchstrategy.replicas.facade import bodies, mirror_of
+from torchstrategy.replicas.mirrored import bodies, mirror_of
 
 
 @pytest.fixture(params=[2, 3])

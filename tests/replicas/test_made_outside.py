@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 import torchstrategy as ts
 from tests.programs import cpu_devices, strategy_for
 from torchstrategy.replicas import record
-from torchstrategy.replicas.facade import bodies, mirror_of
+from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.record import owner
 
 

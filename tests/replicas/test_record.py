@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import torchstrategy as ts
-from torchstrategy.replicas.facade import bodies, mirror_of
+from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
 
 

@@ -22,8 +22,8 @@ from torchstrategy.checkpoint.tracked import (
 )
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.facade import bodies, opened
 from torchstrategy.replicas.metric_states import MetricState
+from torchstrategy.replicas.mirrored import bodies, opened
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 from torchstrategy.replicas.state_formats import align_state
 from torchstrategy.replicas.variables import Variable

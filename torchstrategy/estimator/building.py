@@ -30,7 +30,7 @@ from torchstrategy.estimator.checkpoint_variables import (
 from torchstrategy.estimator.model_fn import call_model_fn
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchstrategy.base.context import set_within
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.checkpoint.atomic import checkpoint_file, read_checkpoint
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [

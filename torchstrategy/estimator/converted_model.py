@@ -29,7 +29,7 @@ from torchstrategy.fit.trainer import is_metric, trainer_of
 from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.losses.layer_losses import losses_of
 from torchstrategy.optimizers.by_name import check_takes_no_closure, plain_class
-from torchstrategy.replicas.facade import bodies, resolve
+from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import get_strategy
 
 __all__ = ["model_to_estimator"]

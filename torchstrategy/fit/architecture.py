@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.tracked import to_plain
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["dump_objects", "load_objects"]
 
@@ -95,7 +95,6 @@ _MOVED = {
     "torchstrategy.metrics.inputs": "torchstrategy.metrics.metric_inputs",
     "torchstrategy.metrics.names": "torchstrategy.metrics.metric_names",
     "torchstrategy.metrics.regression": "torchstrategy.metrics.mean_errors",
-    "torchstrategy.replicas.mirrored": "torchstrategy.replicas.facade",
     "torchstrategy.callbacks": "torchstrategy.fit.callbacks",
     "torchstrategy.training": "torchstrategy.fit",
 }

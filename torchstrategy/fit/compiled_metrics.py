@@ -20,7 +20,7 @@ from torchstrategy.fit.loss_parts import LossPart
 from torchstrategy.fit.outputs import Outputs, for_outputs, is_several
 from torchstrategy.metrics.metric import Metric
 from torchstrategy.metrics.metric_names import REMEDY, accuracy_by_shapes, crossentropy_by_shapes, with_logits
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 

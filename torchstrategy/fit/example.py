@@ -15,7 +15,7 @@ from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.modes import Evaluating
 from torchstrategy.fit.weight_files import plain_module
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import unrecorded
 
 __all__ = ["copy_module", "example_of", "initialise_lazy_layers", "is_described", "map_described"]

@@ -18,7 +18,7 @@ from torchstrategy.fit.callbacks.stopping import EarlyStopping
 from torchstrategy.fit.callbacks.torch_scheduler import TorchLRScheduler
 from torchstrategy.fit.fit_arguments import FitArguments
 from torchstrategy.fit.trainer import Trainer, is_metric
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 
 __all__ = ["check_alike", "describe_argument"]
 

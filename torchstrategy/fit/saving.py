@@ -35,7 +35,7 @@ from torchstrategy.fit.weight_files import (
     write_as_one,
 )
 from torchstrategy.optimizers.by_name import plain_class
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.strategies.default import get_strategy
 
 __all__ = ["load_model", "load_weights", "save_model", "save_weights"]

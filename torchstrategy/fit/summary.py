@@ -15,7 +15,7 @@ from torchstrategy.fit.calling import call_arguments
 from torchstrategy.fit.example import copy_module, example_of
 from torchstrategy.fit.trainer import is_metric, trainer_of
 from torchstrategy.fit.weight_files import plain_module, strategy_of
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["summary"]
 

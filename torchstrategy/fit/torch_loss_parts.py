@@ -25,7 +25,7 @@ from torchstrategy.fit.loss_parts import (
     predictions_of,
 )
 from torchstrategy.losses.loss import as_tensor
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 
 __all__ = ["TorchLoss", "is_torch_function"]
 

@@ -15,7 +15,7 @@ from torchstrategy.fit.trainer import ATTRIBUTE, Trainer, is_metric, trainer_of
 from torchstrategy.losses.layer_losses import losses_of
 from torchstrategy.nn import scale_regularization_loss
 from torchstrategy.optimizers.by_name import check_takes_no_closure
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torchstrategy.fit.logs import to_number
 from torchstrategy.fit.steps import Windows, current_step, sum_divisors
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
-from torchstrategy.replicas.facade import bodies, resolve
+from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torchstrategy.fit.example import copy_module
 from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.optimizers.by_name import plain_class
 from torchstrategy.patches import keep_freed_memory
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.state_formats import align_before_step, align_state, is_dense
 

@@ -21,7 +21,7 @@ from torchstrategy.checkpoint.process_reports import agree_on_restore, write_tog
 from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.tracked import Plan
 from torchstrategy.fit.trainer import ATTRIBUTE, trainer_of
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 

@@ -26,7 +26,7 @@ from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.ledger import hear_all
 from torchstrategy.gradients.summer import optimizer_parameters
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, owner
 
 __all__ = ["install", "watch"]

@@ -19,8 +19,8 @@ from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
 from torchstrategy.replicas.copies import bind_step
-from torchstrategy.replicas.facade import bodies, mirror_of, resolve
 from torchstrategy.replicas.host_memory import HostMemory
+from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
 

@@ -22,8 +22,8 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError, DivergenceError
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference
-from torchstrategy.replicas.facade import bodies
 from torchstrategy.replicas.hosting import Hosting
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchstrategy import errors
 from torchstrategy.base.context import current_frame, current_replica_context
 from torchstrategy.replicas.adapters import register_trace_end
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 
 __all__ = ["LayerLosses", "add_loss", "losses_of", "regularize"]
 

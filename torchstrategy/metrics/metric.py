@@ -20,7 +20,7 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.names import snake_case
 from torchstrategy.base.options import VariableAggregation
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["Metric", "as_dtype", "sum_dtype"]
 

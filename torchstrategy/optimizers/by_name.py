@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.names import find
 from torchstrategy.optimizers.ftrl import Ftrl
-from torchstrategy.replicas.facade import resolve
+from torchstrategy.replicas.mirrored import resolve
 
 __all__ = ["check_takes_no_closure", "get", "make_optimizer", "plain_class"]
 

@@ -19,7 +19,7 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.options import ReduceOp, VariableAggregation
 from torchstrategy.ps.served import ServedVariable
 from torchstrategy.replicas.copies import bind_step
-from torchstrategy.replicas.facade import bodies, mirror_of, resolve
+from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import fitting

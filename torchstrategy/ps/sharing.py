@@ -25,7 +25,7 @@ from torchstrategy.ps.sharing_client import SharingClient
 from torchstrategy.ps.store import check_value
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["SharedOptimizer", "SharedValues"]

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrategy.replicas.clone import Slot
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 

@@ -35,7 +35,7 @@ from torchstrategy.replicas.copies import (
     with_submodules,
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
-from torchstrategy.replicas.facade import Mirror, mirror_of, swap_class
+from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
 from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record

@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.facade import check_can_swap, mirror_of
+from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
 from torchstrategy.replicas.object_hooks import copy_parameter_hooks
 from torchstrategy.replicas.record import unrecorded
 from torchstrategy.replicas.snapshots import SCALARS, is_plain

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrategy.collectives.packing import in_format_of, memory_order
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["align_before_step", "align_state", "is_dense"]
 

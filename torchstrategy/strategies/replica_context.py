@@ -19,8 +19,8 @@ from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import optimizer_parameters
-from torchstrategy.replicas.facade import resolve
 from torchstrategy.replicas.hosting import Hosting
+from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable
 

@@ -31,8 +31,8 @@ from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.facade import bodies, mirror_of
 from torchstrategy.replicas.hosting import DirectHosting, Hosting
+from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
 from torchstrategy.replicas.threaded_hosting import ThreadedHosting

@@ -33,7 +33,7 @@ from torchstrategy.callbacks import (
     TerminateOnNaN,
     TorchLRScheduler,
 )
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 NUM_EXAMPLES = 10  # in batches of 4: the last one has 2
 LAYOUTS = [[], ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:2"]]

@@ -20,7 +20,7 @@ from torchstrategy.base.values import RemoteTensor
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
 from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.rates import learning_rates
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import unrecorded
 from torchstrategy.summary import SummaryWriter, create_file_writer, histogram, scalar
 from torchstrategy.summary.writer import import_tensorboard

@@ -12,7 +12,7 @@ from typing_extensions import override
 from torchstrategy.fit.callbacks.callback import Callback, Logs
 from torchstrategy.fit.callbacks.monitor import read_monitored
 from torchstrategy.fit.callbacks.rates import learning_rates, optimizer_of
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 
 __all__ = ["TorchLRScheduler"]
 

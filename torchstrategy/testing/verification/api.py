@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchstrategy.base.values import DistributedValues
-from torchstrategy.strategies.mirrored import MirroredStrategy
+from torchstrategy.strategies.mirrored_strategy import MirroredStrategy
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
 from torchstrategy.testing.verification.causes import UNDECIDED, Cause, constant_divisor, find_causes

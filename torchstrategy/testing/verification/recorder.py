@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.replicas.facade import bodies
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.testing.verification.losses import sums_of
 from torchstrategy.testing.verification.recorded import (
     Backward,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import torchstrategy as ts
-from torchstrategy.replicas.facade import bodies, mirror_of
+from torchstrategy.replicas.mirrored import bodies, mirror_of
 
 
 class Counting(nn.Module):
