@@ -253,12 +253,8 @@ def test_dropping_an_iterator_stops_its_threads():
     assert threading.active_count() == before
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_torchdatas_stateful_loader(num_workers):
-    def loader():
-        return StatefulDataLoader(Dataset.range(40).shuffle(40, seed=1).batch(4), None, num_workers=num_workers)
-
+def check_that_it_goes_on(loader):
+    """Check that a loader of torchdata's, over batches of 40 numbers, goes on where another one was."""
     torch.manual_seed(0)
     first = loader()
     elements = iter(first)
@@ -269,6 +265,15 @@ def test_torchdatas_stateful_loader(num_workers):
     second.load_state_dict(state)
     assert plain(second) == rest
     assert sorted(itertools.chain(*seen, *rest)) == list(range(40))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchdatas_stateful_loader(num_workers):
+    def loader():
+        return StatefulDataLoader(Dataset.range(40).shuffle(40, seed=1).batch(4), None, num_workers=num_workers)
+
+    check_that_it_goes_on(loader)
 
 
 LEAVES_EARLY = """
@@ -339,16 +344,7 @@ def test_torchdatas_nodes_read_a_dataset():
         dataset = Dataset.range(40).shuffle(40, seed=1).prefetch(3).batch(4)
         return nodes.Loader(nodes.Prefetcher(nodes.IterableWrapper(dataset), 2))
 
-    torch.manual_seed(0)
-    first = loader()
-    elements = iter(first)
-    seen = [next(elements).tolist() for _ in range(3)]
-    state = first.state_dict()
-    rest = plain(elements)
-    second = loader()
-    second.load_state_dict(state)
-    assert plain(second) == rest
-    assert sorted(itertools.chain(*seen, *rest)) == list(range(40))
+    check_that_it_goes_on(loader)
 
 
 def test_torchdatas_nodes_are_distributed():
