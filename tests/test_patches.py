@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 
 import pytest
 
@@ -251,4 +252,18 @@ def test_the_last_user_goes_while_the_lock_is_taken():
     assert events == []
     change._lock.release()
     change._leave()  # as whoever had the lock does
+    assert events == ["ends"]
+
+
+def test_the_last_user_goes_while_the_compiler_is_imported(monkeypatch):
+    """A collection in the middle of the import finds a module without its lock."""
+    events = []
+    change = patches.WhileUsed(lambda: [lambda: events.append("ends")])
+    user = User()
+    change.use(user)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch._dynamo.convert_frame", types.ModuleType("torch._dynamo.convert_frame"))
+        del user
+        assert events == []
+    change._leave()  # as the timer does
     assert events == ["ends"]

@@ -219,9 +219,10 @@ def _is_compiling() -> bool:
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is None:
         return False
-    if not compiler.compile_lock.acquire(blocking=False):
+    lock = getattr(compiler, "compile_lock", None)
+    if lock is None or not lock.acquire(blocking=False):  # without a lock it is being imported: in order to compile
         return True
-    compiler.compile_lock.release()
+    lock.release()
     return False
 
 
