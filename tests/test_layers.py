@@ -18,7 +18,7 @@ CORE = [
     {"replicas"},
     {"gradients", "losses", "regularizers", "optimizers", "summary"},
     {"strategies", "checkpoint", "metrics"},
-    {"nn"},
+    {"nn", "profiler"},
 ]
 # Wings look down at the core and not at each other, but for those that stand here.
 WINGS = {"fit": set(), "ps": set(), "tpu": set(), "estimator": {"fit", "ps"}}
@@ -27,7 +27,18 @@ LAYERS = [
     set(WINGS),
     {"testing"},
     # Public names in tf's places, the command, and the package's own names.
-    {"callbacks", "compat", "config", "coordinator", "experimental", "feature_column", "models", "train", "utils"}
+    {
+        "callbacks",
+        "compat",
+        "conf",
+        "config",
+        "coordinator",
+        "experimental",
+        "feature_column",
+        "models",
+        "train",
+        "utils",
+    }
     | {"cli", "__init__", "__main__"},
 ]
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}

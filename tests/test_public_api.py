@@ -43,6 +43,7 @@ MODULES = [
     "torchstrategy.models",
     "torchstrategy.nn",
     "torchstrategy.optimizers",
+    "torchstrategy.profiler",
     "torchstrategy.regularizers",
     "torchstrategy.summary",
     "torchstrategy.testing",

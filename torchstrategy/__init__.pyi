@@ -13,6 +13,7 @@ from torchstrategy import metrics as metrics
 from torchstrategy import models as models
 from torchstrategy import nn as nn
 from torchstrategy import optimizers as optimizers
+from torchstrategy import profiler as profiler
 from torchstrategy import regularizers as regularizers
 from torchstrategy import summary as summary
 from torchstrategy import testing as testing

@@ -2,7 +2,8 @@ import gzip
 import json
 
 import pytest
-import traces
+
+from torchstrategy.profiler import traces
 
 MAIN, OTHER = 1, 2
 

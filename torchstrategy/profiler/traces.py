@@ -1,18 +1,17 @@
-"""Reads traces of torch's profiler, and tells in a table where the time of a step went.
-
-``python recipes/traces.py TRACE...`` prints it for traces that are there already, such as the TensorBoard callback's.
-"""
+"""Reads traces of torch's profiler, and tells in a table where the time of a step went."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import sys
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+__all__ = ["Figures", "drop_last_step", "make_table", "name_rows", "read_trace", "summarise", "table"]
 
 #: What the labels count as. Where threads do different things at once, the first in this order counts.
 PARTS = {
@@ -79,7 +78,8 @@ class _Span(NamedTuple):
 def read_trace(path: Path) -> dict[str, Any]:
     """Return the content of a trace's file."""
     data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    trace: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return trace
 
 
 def summarise(trace: Mapping[str, Any]) -> Figures:
@@ -153,9 +153,34 @@ def make_table(figures: Sequence[Figures]) -> str:
     return "\n".join(lines)
 
 
+def table(paths: Iterable[str | os.PathLike[str]]) -> str:
+    """Return as text where the time of a step went, from traces that are there already.
+
+    Those of ``Profile``, of ``ts.callbacks.TensorBoard(profile_batch=...)``, of ``ts.estimator.ProfilerHook`` and of
+    ``torch.profiler`` are read.
+
+    Args:
+        paths: the traces' files, ``.json`` or ``.json.gz``; one of each process makes a column.
+
+    Raises:
+        ValueError: nothing is in a trace.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with torch.profiler.profile() as recorded:
+        ...         _ = torch.ones(100, 100) @ torch.ones(100, 100)
+        ...     recorded.export_chrome_trace(folder + "/trace.json")
+        ...     print(ts.profiler.table([folder + "/trace.json"]))  # doctest: +ELLIPSIS
+        Where the time of a step goes, in ms (means of 1 steps):
+        ...
+    """
+    return make_table([summarise(read_trace(Path(path))) for path in paths])
+
+
 def name_rows(trace: Mapping[str, Any], name: str) -> None:
     """Give the process of a trace a name, and its threads those of the replicas that run on them."""
-    threads = {}
+    threads: dict[Any, set[str]] = {}
     for event in trace["traceEvents"]:
         if event.get("cat") == "user_annotation" and event["name"].startswith(f"{_LABEL}replica "):
             threads.setdefault(event["tid"], set()).add(event["name"].removeprefix(_LABEL))
@@ -174,14 +199,14 @@ def drop_last_step(trace: Mapping[str, Any]) -> None:
 
 def _kind_of(event: _Event) -> str | None:
     """Return the kind of a label, ``None`` if it is something else."""
-    name = event["name"]
+    name = str(event["name"])
     if name.startswith(_LABEL):
         return name.removeprefix(_LABEL).partition(" ")[0]
     return next((kind for prefix, kind in _OF_TORCH.items() if name.startswith(prefix)), None)
 
 
 def _is_operation(event: _Event) -> bool:
-    return event["name"].startswith("aten::")
+    return str(event["name"]).startswith("aten::")
 
 
 def _by_thread(events: Sequence[_Event], is_wanted: Callable[[_Event], Any]) -> list[list[_Event]]:
@@ -223,7 +248,7 @@ def _innermost(thread: Sequence[_Event]) -> Iterator[_Span]:
         start = event["ts"]
         yield from until(start)
         now = start
-        kind, detail = _kind_of(event), event["name"].removeprefix(_LABEL).partition(" ")[2]
+        kind, detail = _kind_of(event) or "", event["name"].removeprefix(_LABEL).partition(" ")[2]
         outer = open_labels[-1].replica if open_labels else ""
         replica = f"replica {detail}" if kind == "replica" else outer
         open_labels.append(_Span(start, start + event["dur"], kind, detail, replica))
@@ -262,7 +287,3 @@ def _details(figures: Figures) -> Iterator[str]:
     count, value = figures.operations
     if count:
         yield f"{count:.0f} operations a step of {1000 * value / count:.0f} µs on average"
-
-
-if __name__ == "__main__":
-    print(make_table([summarise(read_trace(Path(argument))) for argument in sys.argv[1:]]))

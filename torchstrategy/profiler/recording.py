@@ -1,0 +1,179 @@
+"""Records some steps of a training by torch's profiler, in each process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import profiler
+from tqdm import tqdm
+
+from torchstrategy.base.labels import label, make_profiler
+from torchstrategy.profiler import traces
+from torchstrategy.strategies.strategy import Strategy
+
+__all__ = ["Profile"]
+
+_RECORDING = (profiler.ProfilerAction.RECORD, profiler.ProfilerAction.RECORD_AND_SAVE)
+_END = object()
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+@contextlib.contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Keep torch's profiler from printing that it begins and ends: it looks at the environment."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "6"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
+class Profile:
+    """Records some steps of a training into a trace, and prints a table of where their time went.
+
+    It stands for ``tf.profiler.experimental.Profile``, but records steps that it counts, not all of its block. The
+    training belongs into its ``with`` block: if an error or ``return`` leaves the block while steps are being recorded,
+    what there is of them is saved. The processes of a strategy must make the same steps: the chief prints the figures
+    of all in one table. In ``fit``, call ``step`` from a callback's ``on_train_batch_end``.
+
+    Args:
+        folder: of the traces, ``NAME.json`` for each process, which https://ui.perfetto.dev shows.
+        strategy: whose processes appear in the table; ``None`` for this one alone.
+        skip: how many steps are left out before, at least 1: the profiler warms up in the last one of them.
+        record: how many steps are recorded; 0 means that it does nothing.
+        name: of this process and its trace; ``None`` means its rank, as in ``rank_0.json``.
+
+    Raises:
+        ValueError: ``skip`` or ``record`` is too small, or no integer.
+
+    Example:
+        >>> import tempfile
+        >>> strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> batches = strategy.experimental_distribute_dataset(torch.ones(8, 4), batch_size=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with ts.profiler.Profile(folder, strategy, skip=1, record=2) as profile:
+        ...         for batch in profile.steps(batches):
+        ...             _ = strategy.run(torch.sum, args=(batch,))  # doctest: +ELLIPSIS
+        Where the time of a step goes, in ms (means of 2 steps):
+        ...
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        strategy: Strategy | None = None,
+        *,
+        skip: int = 5,
+        record: int = 10,
+        name: str | None = None,
+    ) -> None:
+        for what, value, least in (("skip", skip, 1), ("record", record, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"Profile({what}=...) must be an integer of at least {least}. Received: {value!r}")
+        self._workers = None if strategy is None else strategy.workers
+        rank = 0 if self._workers is None else self._workers.rank
+        self._is_chief = rank == 0
+        self._is_alone = self._workers is None
+        self._last_is_whole = True
+        self._name = name or f"rank {rank}"
+        self._path = Path(folder) / f"{self._name.replace(' ', '_')}.json"
+        self._profiler: profiler.profile | None = None
+        if record:
+            self._begin(skip, record)
+
+    def _begin(self, num_skipped: int, num_recorded: int) -> None:
+        self._profiler = make_profiler(
+            schedule=profiler.schedule(skip_first=num_skipped - 1, wait=0, warmup=1, active=num_recorded, repeat=1),
+            on_trace_ready=self._save,
+        )
+        with _quiet_kineto():
+            self._profiler.start()
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.break_off(error)
+
+    def break_off(self, error: BaseException | None) -> None:
+        """Save what there is, if steps are being recorded.
+
+        Args:
+            error: why the training ends, which an error in saving must not hide; ``None`` if it ends without one.
+        """
+        if not self._is_recording:
+            return
+        self._is_alone = True  # the other processes may not have left
+        try:
+            self.end_epoch()
+        except Exception as failure:
+            if error is None:
+                raise
+            tqdm.write(f"What was recorded before the error can't be saved: {failure}")
+
+    def steps(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches of an epoch; what is done with one of them is a step.
+
+        Args:
+            batches: any iterable, such as a distributed dataset.
+        """
+        return batches if self._profiler is None else self._follow(batches)
+
+    def step(self) -> None:
+        """End a step and begin the next one."""
+        if self._profiler is not None:
+            with _quiet_kineto():
+                self._profiler.step()
+
+    def end_epoch(self) -> None:
+        """Say that no steps follow for now: a recording that has begun ends here, within a step."""
+        if self._profiler is None:
+            return
+        if self._is_recording:
+            self._last_is_whole = False
+            with _quiet_kineto():
+                self._profiler.stop()
+        elif self._is_chief:
+            tqdm.write("Nothing was recorded in this epoch, which had no more steps than the profile skips.")
+
+    def _follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        iterator = iter(batches)
+        while True:
+            with label("input"):
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            yield batch
+            self.step()
+        self.end_epoch()
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._profiler is not None and self._profiler.current_action in _RECORDING
+
+    def _save(self, recorded: profiler.profile) -> None:
+        self._profiler = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(self._path))
+        trace = traces.read_trace(self._path)
+        traces.name_rows(trace, self._name)
+        if not self._last_is_whole:
+            traces.drop_last_step(trace)
+        self._path.write_text(json.dumps(trace))
+        figures = [traces.summarise(trace)]
+        if not self._is_alone and self._workers is not None:
+            rows = self._workers.exchange("the comparison of profiles", asdict(figures[0]))
+            figures = [traces.Figures(**row) for row in rows]
+        if self._is_chief:
+            tqdm.write(traces.make_table(figures))
+            tqdm.write(f"Traces, for https://ui.perfetto.dev: {self._path.parent}")
