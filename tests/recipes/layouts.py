@@ -1,17 +1,28 @@
-"""Ways to start a recipe: in one process, by TF_CONFIG, torchrun or its own launcher."""
+"""Ways to start a recipe: in one process, by TF_CONFIG, torchrun or the library's own launcher."""
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
-from tests import warm
+import numpy as np
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+from tests import warm
+from torchstrategy.base.addresses import ReservedPorts
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 MULTI_WORKER = "strategy=multi_worker_mirrored"
 TWO_LOCAL = "strategy.devices=[cpu:0,cpu:1]"
+
+
+def write_images(path, num_train=230, num_test=50):
+    """Write the first images of the recipes' data, so many; the last batch of a hundred has thirty."""
+    with np.load(RECIPES / "data" / "fashion_mnist_slice.npz") as arrays:
+        numbers = {"train": num_train, "test": num_test}
+        np.savez(path, **{name: arrays[name][: numbers[name.partition("_")[0]]] for name in arrays})
+    return path
 
 
 def run_all(commands, folder):
@@ -20,6 +31,7 @@ def run_all(commands, folder):
     Raises:
         RuntimeError: an exit status is not 0.
     """
+    folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         paths = [Path(place) / str(i) for i in range(len(commands))]
         processes = [
@@ -41,31 +53,27 @@ def alone(recipe, *options):
     return [([sys.executable, str(RECIPES / recipe), *options], {})]
 
 
-def launcher(recipe, *options, nproc):
-    return alone(recipe, *options, MULTI_WORKER, f"launcher.nproc={nproc}")
-
-
-def torchrun(recipe, *options, nproc, max_restarts=0):
+def _started_by(module, recipe, options, nproc, max_restarts, strategy):
     flags = [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(RECIPES / recipe), *options, MULTI_WORKER]
-    return [(command, {})]
+    return [([sys.executable, "-m", *module, *flags, str(RECIPES / recipe), *options, *strategy], {})]
 
 
-def tf_config(recipe, *options, num_workers, chief=False):
-    addresses = free_addresses(num_workers)
+def launch(recipe, *options, nproc, max_restarts=0, strategy=(MULTI_WORKER,)):
+    return _started_by(["torchstrategy", "launch"], recipe, options, nproc, max_restarts, strategy)
+
+
+def torchrun(recipe, *options, nproc, max_restarts=0, strategy=(MULTI_WORKER,)):
+    return _started_by(["torch.distributed.run"], recipe, options, nproc, max_restarts, strategy)
+
+
+def tf_config(recipe, *options, num_workers, chief=False, evaluator=False, strategy=(MULTI_WORKER,)):
+    """Return a command for each worker; worker 0 is the chief if there is to be one, and the evaluator comes last."""
+    with ReservedPorts(num_workers) as ports:
+        addresses = [f"127.0.0.1:{port}" for port in ports.numbers]
     cluster = {"chief": addresses[:1], "worker": addresses[1:]} if chief else {"worker": addresses}
     tasks = [(task_type, index) for task_type, hosts in cluster.items() for index in range(len(hosts))]
-    command = [sys.executable, str(RECIPES / recipe), *options, MULTI_WORKER]
+    command = [sys.executable, str(RECIPES / recipe), *options, *strategy]
     return [
         (command, {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}})})
-        for task_type, index in tasks
+        for task_type, index in [*tasks, *[("evaluator", 0)] * evaluator]
     ]
-
-
-def free_addresses(number):
-    """Return addresses of this host whose ports were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
-    for server in sockets:
-        server.close()
-    return addresses

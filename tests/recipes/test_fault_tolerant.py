@@ -11,12 +11,17 @@ from tests.recipes import layouts
 
 RECIPE = "fault_tolerant.py"
 # 12 steps an epoch; the saves after steps 5, 10, 15 and 20 are in the middle of an epoch.
-SMALL = ["global_batch_size=500", "save_every=5", "precision=fp32", "folder=run", "model.dropout=0.5"]
+SMALL = ["global_batch_size=20", "save_every=5", "folder=run", "dropout=0.5"]
 LAYOUTS = {
-    "2 by the launcher": lambda *options: layouts.launcher(RECIPE, *options, nproc=2),
-    "2 times 2 by the launcher": lambda *options: layouts.launcher(RECIPE, *options, layouts.TWO_LOCAL, nproc=2),
-    "2 by torchrun": lambda *options: layouts.torchrun(RECIPE, *options, nproc=2, max_restarts=1),
+    "2 by launch": functools.partial(layouts.launch, RECIPE, nproc=2),
+    "2 times 2 by launch": functools.partial(layouts.launch, RECIPE, layouts.TWO_LOCAL, nproc=2),
+    "2 by torchrun": functools.partial(layouts.torchrun, RECIPE, nproc=2),
 }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return f"data={layouts.write_images(tmp_path_factory.mktemp('images') / 'images.npz')}"
 
 
 def saved(folder):
@@ -25,19 +30,14 @@ def saved(folder):
     return {name: reader.get_tensor(name) for name, _ in ts.train.list_variables(folder / "run" / "checkpoints")}
 
 
-def run(commands, folder):
-    folder.mkdir()
-    return layouts.run_all(commands, folder)
-
-
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
+def unbroken(tmp_path_factory, data):
     """What a layout ends with if no process is lost."""
 
     @functools.cache
     def run_once(layout):
         folder = tmp_path_factory.mktemp("unbroken")
-        layouts.run_all(LAYOUTS[layout](*SMALL), folder)
+        layouts.run_all(LAYOUTS[layout](*SMALL, data), folder)
         return saved(folder)
 
     return run_once
@@ -49,31 +49,12 @@ def check_same(first, second):
         torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(second[name]), rtol=0, atol=0, msg=name)
 
 
-def restart(layout):
-    """Options that let the layout start all processes again, once."""
-    return ["launcher.max_restarts=1"] if "launcher" in layout else []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_restart_ends_with_the_same_weights(tmp_path):
-    """It is killed between two saves; a single process is the cheapest job that its launcher can start again."""
-    one = [*SMALL, "epochs=1", "strategy.devices=[cpu:0,cpu:1]"]
-    run(layouts.alone(RECIPE, *one), tmp_path / "unbroken")
-    output = run(
-        layouts.alone(RECIPE, *one, "launcher.max_restarts=1", "kill.rank=0", "kill.step=8"), tmp_path / "broken"
-    )
-    assert "Going on with epoch 1 after step 5." in output
-    assert output.count("Trained for 1 epochs, 12 steps.") == 1
-    check_same(saved(tmp_path / "unbroken"), saved(tmp_path / "broken"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 10, 17])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losing_a_process(layout, step, unbroken, tmp_path):
+def test_losing_a_process(layout, step, unbroken, data, tmp_path):
     """Before the first save, right after one, and in the second epoch."""
-    output = run(LAYOUTS[layout](*SMALL, *restart(layout), f"kill.step={step}"), tmp_path / "broken")
+    output = layouts.run_all(LAYOUTS[layout](*SMALL, data, f"kill.step={step}", max_restarts=1), tmp_path / "broken")
     went_on = re.findall(r"^Going on with epoch (\d) after step (\d+)\.$", output, re.MULTILINE)
     assert went_on == {3: [], 10: [("1", "10")], 17: [("2", "15")]}[step]
     assert output.count("Trained for 2 epochs, 24 steps.") == 1
@@ -81,14 +62,14 @@ def test_losing_a_process(layout, step, unbroken, tmp_path):
 
 
 @pytest.mark.slow
-def test_going_on_with_other_replicas(tmp_path):
+def test_going_on_with_other_replicas(data, tmp_path):
     """A second start may have another layout; without random layers the weights are the same but for rounding."""
-    plain = [*SMALL, "model.dropout=0.0", "precision=fp64"]
-    run(layouts.alone(RECIPE, *plain, "strategy=one_device"), tmp_path / "unbroken")
+    plain = [*SMALL, "dropout=0.0", "dtype=float64", data]
+    layouts.run_all(layouts.alone(RECIPE, *plain, "strategy=one_device"), tmp_path / "unbroken")
     broken = tmp_path / "broken"
     killed = layouts.alone(RECIPE, *plain, "strategy=one_device", "kill.rank=0", "kill.step=8")
     with pytest.raises(RuntimeError, match=r"exit statuses \[-9\]"):
-        run(killed, broken)
+        layouts.run_all(killed, broken)
     output = layouts.run_all(layouts.tf_config(RECIPE, *plain, num_workers=3), broken)
     assert "Going on with epoch 1 after step 5." in output
     expected, found = saved(tmp_path / "unbroken"), saved(broken)

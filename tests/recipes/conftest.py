@@ -1,6 +1,0 @@
-"""The recipes are scripts beside the library: their folder is where Python finds what they share."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
