@@ -1,70 +1,40 @@
-"""Fashion-MNIST by `compile` and `fit` under any strategy: tf's tutorial "Distributed training with Keras" in PyTorch.
-
-The commands that run it are at the head of conf/fit.yaml.
-"""
+"""Images of clothes by `compile` and `fit`: tf's tutorial for Keras. Commands: conf/fit.yaml."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import checks
-import fit_comparison
-import fit_guide
 import hydra
-import jobs
-import profiles
+import numpy as np
 import torch
-from custom_loop import get_dtype
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
-from tqdm import tqdm
+from torch.utils.data import TensorDataset
 
 import torchstrategy as ts
 
+IMAGES = Path(__file__).parent / "data" / "fashion_mnist_slice.npz"
+CONF = "." if Path(__file__).with_suffix(".yaml").exists() else "../conf"  # a copy has it beside itself
 
-@hydra.main(config_path="../conf", config_name="fit", version_base="1.3")
+
+@hydra.main(config_path=CONF, config_name="fit", version_base="1.3")
 def main(config: DictConfig) -> None:
-    """Train; with ``compare=true`` once under each of several strategies."""
-    checks.integers(config, "batch_size_per_replica", "epochs", "save_every")
-    checks.integers(config, "steps_per_execution", "gradient_accumulation_steps")
-    checks.integers(config, "global_batch_size", may_be_null=True)
-    checks.flags(config, "guide", "jit_compile")
-    checks.profile(config)
-    if config.compare:
-        fit_comparison.compare(config)
-    else:
-        run(config)
-
-
-@jobs.launched
-def run(config: DictConfig) -> None:
-    """Train, restore the best weights, test, save, and load the saved model without a strategy and in its scope."""
-    if config.guide:
-        fit_guide.show(config)
-        return
-    run_path = Path(HydraConfig.get().runtime.output_dir)
-    dtype = get_dtype(config.precision)
-    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)  # of the data and the weights
-    train_data, test_data = instantiate(config.data, _convert_="all")
+    """Train, restore the best weights, test, save, and load the saved model without a strategy."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    torch.set_default_dtype(getattr(torch, config.dtype))  # of the data and the weights
     strategy = instantiate(config.strategy, _convert_="all")
-    jobs.check_strategy(strategy)
-    num_replicas = strategy.num_replicas_in_sync
-    say = tqdm.write if strategy.is_chief else lambda _: None
-    say(f"Number of replicas: {num_replicas}")
+    say = print if strategy.is_chief else lambda _: None
+    say(f"Number of replicas: {strategy.num_replicas_in_sync}")
+    train_data, test_data = (load_images(config.data, part) for part in ("train", "test"))
 
     ts.utils.set_random_seed(config.seed)
     with strategy.scope():
-        model = ts.Model(instantiate(config.model))
-    rate_of = functools.partial(learning_rate, OmegaConf.to_container(config.learning_rates))
+        model = ts.Model(make_model())
+    rate_of = functools.partial(learning_rate, config.learning_rates)
     model.compile(
         optimizer=functools.partial(instantiate(config.optimizer, _convert_="all"), lr=rate_of(0)),
         loss=nn.CrossEntropyLoss(),
@@ -72,54 +42,38 @@ def run(config: DictConfig) -> None:
         steps_per_execution=config.steps_per_execution,
         jit_compile=config.jit_compile,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        amp=config.precision if dtype in (torch.bfloat16, torch.float16) else None,
+        amp="bf16" if config.bf16 else None,
         tune=config.tune,
     )
     if config.tune:  # convolutions, too
         ts.utils.tune(model, example=torch.zeros(2, 1, 28, 28))
 
-    profile = profiles.Profile(config, run_path, strategy)
-    best_path = run_path / "checkpoints" / "best"
-    callbacks = [
-        ts.callbacks.LearningRateScheduler(rate_of),
-        ts.callbacks.TensorBoard(run_path / "logs"),
-        ts.callbacks.CSVLogger(run_path / "history.csv"),
-        ts.callbacks.ModelCheckpoint(best_path, monitor="val_accuracy", save_best_only=True, save_weights_only=True),
-        ts.callbacks.BackupAndRestore(run_path / "backup", save_freq=config.save_every),
-        Kill(config),
-        profiles.ProfileCallback(profile),
-    ]
     # The batch that is split between the replicas grows with their number, unless its size is given.
-    global_batch_size = config.global_batch_size or config.batch_size_per_replica * num_replicas
-    started = time.perf_counter()
-    with profile:
-        history = model.fit(
-            train_data,
-            batch_size=global_batch_size,
-            epochs=config.epochs,
-            validation_data=test_data,
-            callbacks=callbacks,
-        )
-    seconds = time.perf_counter() - started
-
-    last = {name: values[-1] for name, values in history.history.items()}
-    model.save(run_path / "model.pt")
-    if strategy.is_chief:
-        (run_path / "results.json").write_text(json.dumps({"last": last, "seconds": seconds, "replicas": num_replicas}))
-    model.load_weights(best_path)
-    how = {"batch_size": global_batch_size, "verbose": 0, "return_dict": True}
-    say(f"The best weights: {tell(model.evaluate(test_data, **how))}")
-
-    if jobs.world_size() == 1:  # one of several processes would do it alone
-        plain = ts.models.load_model(run_path / "model.pt")
-        say(f"The saved model, loaded without a strategy: {tell(plain.evaluate(test_data, **how))}")
-    with strategy.scope():
-        again = ts.models.load_model(run_path / "model.pt")
-    say(f"The same, loaded in the scope: {tell(again.evaluate(test_data, **how))}")
-    say(
-        f"Test accuracy: {last['val_accuracy']:.4f} after {config.epochs} epochs with {num_replicas} replica(s) in "
-        f"{seconds:.1f} s; files: {run_path}"
+    batch_size = config.global_batch_size or config.batch_size_per_replica * strategy.num_replicas_in_sync
+    best = folder / "checkpoints" / "best"
+    model.fit(
+        train_data,
+        batch_size=batch_size,
+        epochs=config.epochs,
+        validation_data=test_data,
+        callbacks=[
+            ts.callbacks.LearningRateScheduler(rate_of),
+            ts.callbacks.TensorBoard(folder / "logs", profile_batch=config.profile_batches),
+            ts.callbacks.CSVLogger(folder / "history.csv"),
+            ts.callbacks.ModelCheckpoint(best, monitor="val_accuracy", save_best_only=True, save_weights_only=True),
+            # A start after a crash, with the same folder, goes on where the last one ended.
+            ts.callbacks.BackupAndRestore(folder / "backup", save_freq=config.save_every),
+        ],
     )
+    model.save(folder / "model.pt")
+    model.load_weights(best)
+    say(f"The best weights: {test(model, test_data)}")
+    with strategy.scope():
+        loaded = ts.models.load_model(folder / "model.pt")
+    say(f"The saved model, loaded in the scope: {test(loaded, test_data)}")
+    if ts.cluster_resolver.find_job() is None:  # one of several processes would do it alone
+        say(f"The saved model, loaded without a strategy: {test(ts.models.load_model(folder / 'model.pt'), test_data)}")
+    say(f"Files: {folder}")
 
 
 def learning_rate(table: Mapping[int, float], epoch: int) -> float:
@@ -127,32 +81,28 @@ def learning_rate(table: Mapping[int, float], epoch: int) -> float:
     return table[max(first for first in table if first <= epoch)]
 
 
-class Kill(ts.callbacks.Callback):
-    """A callback of one's own: ends a process as a crash or the kernel does, without a word.
-
-    Args:
-        config: the recipe's.
-    """
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__()
-        self.step = config.kill.step if jobs.attempt() == 0 else None
-        self.rank = config.kill.rank
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Count the steps of this process."""
-        del batch, logs
-        if self.step is None:
-            return
-        self.step -= 1
-        workers = self.model.distribute_strategy.workers
-        if self.step == 0 and self.rank == (0 if workers is None else workers.rank):
-            os.kill(os.getpid(), signal.SIGKILL)
+def test(model: ts.Model, data: TensorDataset) -> str:
+    """Return loss and accuracy as text."""
+    figures = model.evaluate(data, batch_size=1000, verbose=0, return_dict=True)
+    return f"loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.4f}"
 
 
-def tell(figures: Mapping[str, float]) -> str:
-    """Return the loss and the accuracy as text."""
-    return f"loss {figures['loss']:.4f}, accuracy {100 * figures['accuracy']:.2f}"
+def make_model() -> nn.Sequential:
+    """Build the tutorial's network, from images `[batch, 1, 28, 28]` to logits `[batch, 10]`."""
+    convolutions = [nn.Conv2d(1, 32, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 5 * 5, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def load_images(file: str | None, part: str) -> TensorDataset:
+    """Return images `[1, 28, 28]` in [0, 1] and labels, to "train" or "test" with; made up where there is no file."""
+    if file or IMAGES.exists():
+        arrays = np.load(file or IMAGES)
+        images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+    else:
+        print(f"Made up images to {part} with, because {IMAGES} is not there. data=FILE.npz reads yours.")
+        labels = np.arange(2000) % 10
+        images = np.random.default_rng(len(part)).integers(128, size=(2000, 28, 28)) + 12 * labels[:, None, None]
+    return TensorDataset(torch.tensor(images[:, None]) / 255, torch.tensor(labels).long())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^(?P<skip><!-- not run: [^>]+ -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 MAKE = re.compile(r"^(?:\$ )?make ([\w-]+)", re.MULTILINE)
-RECIPE = re.compile(r"\brecipes/\w+\.py\b")
+RECIPE = re.compile(r"(?<!tests/)\brecipes/(?:\w+/)?\w+\.py\b")
 
 
 def page_id(page):
