@@ -11,6 +11,7 @@ from torchstrategy.ps.coordinator.closures import Closure
 from torchstrategy.ps.coordinator.cluster import Cluster
 from torchstrategy.ps.coordinator.remote_value import RemoteValue
 from torchstrategy.ps.results import encode_error, encode_result
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.messages import Message
 
 
@@ -51,7 +52,7 @@ class FakePeer:
     def __init__(self, loop, handler):
         self.loop = loop
         self.handler = handler
-        self.state = "connecting"
+        self.state = PeerState.CONNECTING
         self.reason = "nothing has answered yet"
         handler.attach(self)
         self.open = []
@@ -62,24 +63,24 @@ class FakePeer:
         if sum(map(len, message.blobs)) > self.max_bytes:
             raise ValueError("too large")
         self.seen.append(message)
-        if self.state != "ready":
+        if self.state is not PeerState.READY:
             self.loop.call_soon(lambda: callback(UnavailableError("not connected")))
             return
         self.open.append((message, callback))
 
     def connect(self, prepare=True):
-        self.state = "ready"
+        self.state = PeerState.READY
         self.handler.ready(self, {"server": "one"})
         self.loop.run()
         if prepare:
             self.answer("configure", Message("ok", {}))
 
     def lose(self, reason="connection closed"):
-        self.close("lost", reason)
+        self.close(PeerState.LOST, reason)
         self.handler.lost(self, reason)
         self.loop.run()
 
-    def close(self, state="closed", reason="this process has closed the connection"):
+    def close(self, state=PeerState.CLOSED, reason="this process has closed the connection"):
         self.state, self.reason = state, reason
         requests, self.open = self.open, []
         for _, callback in requests:

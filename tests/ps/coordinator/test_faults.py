@@ -6,6 +6,7 @@ import torchstrategy as ts
 from tests.ps.coordinator.fakes import FakeCluster, error_reply
 from tests.ps.coordinator.test_dispatch import make_resource
 from torchstrategy.ps.results import encode_result
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.messages import Message
 
 OK = Message("ok", {})
@@ -176,7 +177,7 @@ def test_request_fails_before_the_loss_is_told():
     fake = FakeCluster(2)
     result = fake.schedule()
     peer = fake.peers[0]
-    peer.state, peer.reason = "lost", "connection closed"
+    peer.state, peer.reason = PeerState.LOST, "connection closed"
     ((_, callback),) = peer.open
     peer.open.clear()
     callback(ts.errors.UnavailableError("connection closed"))
@@ -353,7 +354,7 @@ def test_refused_by_one_worker():
     fake = FakeCluster(2)
     fake.schedule_many(4)
     peer = fake.peers[0]
-    peer.state = "refused"
+    peer.state = PeerState.REFUSED
     peer.handler.refused(peer, "wrong key")
     fake.loop.run()
     while fake.peers[1].running():

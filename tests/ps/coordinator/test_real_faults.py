@@ -7,6 +7,7 @@ import pytest
 
 import torchstrategy as ts
 from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.ps.states import WorkerState
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_killed_worker_and_its_return(cluster, coordinator):
     results[5].fetch()
     cluster.kill("worker", 1)
     # The closed connection tells, long before the heartbeat's deadline.
-    wait_until(lambda: "lost" in coordinator._cluster.workers[1].state, seconds=heartbeat_seconds() / 2)
+    wait_until(lambda: coordinator._cluster.workers[1].state is WorkerState.LOST, seconds=heartbeat_seconds() / 2)
     with pytest.raises(ts.errors.UnavailableError, match="/job:worker/task:1"):
         iterator._values[1].fetch()
     coordinator.join()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.ps.states import WorkerState
 
 POLL_S = 0.005
 
@@ -116,7 +117,7 @@ class Job:
 
     def wait_until_lost(self, index):
         """Wait until the coordinator has noticed that a worker is gone."""
-        wait_until(lambda: not self.workers[index]._is_connected, what=f"the loss of worker {index}")
+        wait_until(lambda: self.workers[index].state is WorkerState.LOST, what=f"the loss of worker {index}")
 
     def wait_until_ready(self, *indices):
         """Wait until workers take functions."""

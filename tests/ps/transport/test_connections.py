@@ -11,6 +11,7 @@ import torch
 
 from tests.ps.transport.servers import SECRET, WAIT_S, channel_to, connect, connected, looping, serving, wait_until
 from torchstrategy.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
@@ -38,7 +39,7 @@ def test_hello_and_welcome(server, loop):
     peer, handler = connect(loop, listener.address, incarnation=7)
     assert handler.next_event() == ("ready", {"greeting": "hi", "server": listener.incarnation})
     assert service.next_event() == ("admit", 7)
-    assert peer.state == "ready"
+    assert peer.state is PeerState.READY
 
 
 def test_requests_carry_all_and_are_answered_in_order(server, loop):
@@ -124,7 +125,7 @@ def test_a_refusal_is_told_and_final(loop):
         service.refuses = "Not today."
         peer, handler = connect(loop, listener.address)
         assert handler.next_event() == ("refused", "Not today.")
-        assert peer.state == "refused"
+        assert peer.state is PeerState.REFUSED
         with pytest.raises(UnavailableError, match="Not today"):
             peer.call(Message("echo", {}))
 
@@ -434,7 +435,7 @@ def test_a_new_coordinator_waits_for_the_old_ones_calls(server, loop):
     new, handler = connect(loop, listener.address, incarnation=2)
     with pytest.raises(queue.Empty):
         handler.events.get(timeout=0.2)
-    assert new.state == "connecting"
+    assert new.state is PeerState.CONNECTING
     service.gate.set()
     assert handler.next_event()[0] == "ready"
     order = [service.next_event() for _ in range(3)]

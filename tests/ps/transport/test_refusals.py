@@ -12,6 +12,7 @@ import zmq
 from tests.ps.transport.servers import SECRET, WAIT_S, channel_to, connect, connected, looping, serving, wait_until
 from torchstrategy.base.addresses import split_address
 from torchstrategy.errors import UnavailableError
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server
@@ -96,7 +97,7 @@ def test_a_client_with_another_secret(server, honest, loop, caplog):
     peer, handler = connect(loop, local(server[0]), secret=other)
     wait_for_log(caplog, "The secret used here is from elsewhere; this process keeps trying.")
     wait_for_log(caplog, "a control connection without a hello")
-    assert peer.state == "connecting"
+    assert peer.state is PeerState.CONNECTING
     with pytest.raises(UnavailableError, match="another secret"):
         peer.call(Message("change", {}))
     assert handler.events.empty()

@@ -17,6 +17,7 @@ from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.per_worker import Resource, Resources
 from torchstrategy.ps.coordinator.worker import Worker, add_note
+from torchstrategy.ps.states import WorkerState
 from torchstrategy.ps.transport.messages import Message
 
 __all__ = ["Backend", "Cluster"]
@@ -221,7 +222,7 @@ class Cluster:
         """Tell the program, as it can't get better by waiting; ``is_final`` if other workers will do the same."""
         error = UnavailableError(f"{worker.name} refused this coordinator: {reason}")
         self.queue_error(error)
-        if is_final or all(other.is_refused for other in self.workers):
+        if is_final or all(other.state is WorkerState.REFUSED for other in self.workers):
             self.queue.close(error)
         self.changed(worker)
 

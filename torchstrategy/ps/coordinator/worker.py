@@ -16,6 +16,7 @@ from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.per_worker import Resource, Resources
 from torchstrategy.ps.results import decode_error, decode_result
+from torchstrategy.ps.states import PeerState, WorkerState, follow
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.transport.replies import FencedError, rebuild_error
 
@@ -78,13 +79,11 @@ class Worker:
         self._cluster = cluster
         self.index = index
         self.name = f"/job:worker/task:{index} at {address}"
-        self.state = "not connected"
+        self.state = WorkerState.AWAITED
+        self._reason = ""  # of the state
         self.in_flight: dict[int, Closure] = {}
         self._peer: Any = None
         self._generation = 0
-        self._is_connected = False
-        self.is_refused = False
-        self._is_prepared = False
         self._num_awaited = 0
         self._num_failures = 0  # to be configured
         self._num_failed = 0  # functions, over this connection
@@ -98,14 +97,14 @@ class Worker:
     @property
     def can_run(self) -> bool:
         """Whether it takes closures."""
-        return self._is_prepared and not self._num_awaited
+        return self.state is WorkerState.READY and not self._num_awaited
 
     def describe(self) -> str:
         """Say what it is doing."""
-        state = self.state
-        if self._peer is not None and not self._is_connected and self._peer.state == "connecting":
+        state = self._said
+        if self._peer is not None and self._peer.state is PeerState.CONNECTING:
             state = f"not connected yet, {self._peer.reason}"
-        elif self._is_prepared and self._num_awaited:
+        elif self.state is WorkerState.READY and self._num_awaited:
             state = "making its datasets, or waiting to try something again"
         return f"{self.name}: {state}, for {time.monotonic() - self._since:.0f} s"
 
@@ -122,18 +121,17 @@ class Worker:
             reason = "it is a parameter server and no worker; do all tasks have the same cluster?"
             self._refuse(reason, is_final=False)
             return
-        self._leave("not prepared yet")
-        self._is_connected = True
+        self._leave(WorkerState.PREPARING)
         self._num_failures = 0
         self._prepare()
         self._cluster.changed(self)
 
     def lost(self, peer: Any, reason: str) -> None:  # noqa: ARG002 - there is one
         """Let others run what the worker was running."""
-        if not self._is_connected:
+        if self.state not in (WorkerState.PREPARING, WorkerState.READY):
             return
         num_running = len(self.in_flight)
-        self._leave(f"lost ({reason})")
+        self._leave(WorkerState.LOST, reason)
         self._lose_values()
         if self._cluster.is_closed:
             return
@@ -166,14 +164,14 @@ class Worker:
 
     def make(self, resource: Resource) -> None:
         """Make a dataset or an iterator on the worker; closures wait until it is there."""
-        if not self._is_prepared:
+        if self.state is not WorkerState.READY:
             return  # it is made when the worker is there
         self._define(resource.definitions)
         self._ask(resource.message(), partial(self._made, resource))
 
     def forget(self, resources: list[int]) -> None:
         """Drop datasets and iterators that the program dropped."""
-        if self._is_prepared:
+        if self.state is WorkerState.READY:
             self._send(Message("forget", {"keys": [], "resources": resources}), lambda _: None)
 
     def _forget_unneeded(self) -> None:
@@ -203,7 +201,6 @@ class Worker:
     # --- preparing
 
     def _prepare(self) -> None:
-        self.state = "being prepared"
         self._ask(self._cluster.configuration(self.index), self._configured)
 
     def _configured(self, reply: Any) -> None:
@@ -213,9 +210,7 @@ class Worker:
             self._cluster.not_prepared(self, failure, is_first=self._num_failures == 1)
             self._after(min(0.5 * 2**self._num_failures, _MAX_RETRY_S), self._prepare)
             return
-        self._is_prepared = True
-        self.state = "ready"
-        self._since = time.monotonic()
+        self._enter(WorkerState.READY)
         logger.info("%s is ready.", self.name)
         for resource in list(self._cluster.resources):
             self.make(resource)
@@ -314,7 +309,7 @@ class Worker:
         def answered(reply: Any) -> None:
             if generation != self._generation:
                 return
-            if isinstance(reply, UnavailableError) and self._peer.state != "ready":
+            if isinstance(reply, UnavailableError) and self._peer.state is not PeerState.READY:
                 self.lost(self._peer, self._peer.reason)
                 return
             if isinstance(_failure(reply), FencedError):
@@ -351,13 +346,20 @@ class Worker:
 
         self._cluster.call_later(seconds, call)
 
-    def _leave(self, state: str) -> None:
-        """Forget what the worker knew, and give back its closures."""
-        self._generation += 1
-        self.state = state
-        self._is_connected = self._is_prepared = self.is_refused = False
-        self._num_awaited = self._num_retries = self._num_failed = 0
+    def _enter(self, state: WorkerState, reason: str = "") -> None:
+        """Go to another state; nothing else changes it."""
+        self.state, self._reason = follow(self.state, state), reason
         self._since = time.monotonic()
+
+    @property
+    def _said(self) -> str:
+        return f"{self.state.value} ({self._reason})" if self._reason else self.state.value
+
+    def _leave(self, state: WorkerState, reason: str = "") -> None:
+        """Go to another state, forget what the worker knew, and give back its closures."""
+        self._enter(state, reason)
+        self._generation += 1
+        self._num_awaited = self._num_retries = self._num_failed = 0
         self._known.clear()
         self._retried.clear()
         self._failed.clear()
@@ -369,14 +371,13 @@ class Worker:
         self._cluster.queue.put_back(closures)
 
     def _refuse(self, reason: str, *, is_final: bool) -> None:
-        self._leave(f"refused this coordinator ({reason})")
+        self._leave(WorkerState.REFUSED, reason)
         self._lose_values()
-        self.is_refused = True
         self._cluster.refused(self, reason, is_final=is_final)
 
     def _lose_values(self) -> None:
         """Say of the datasets and iterators that they are gone, until they are made again."""
-        error = UnavailableError(f"{self.name}: {self.state}.")
+        error = UnavailableError(f"{self.name}: {self._said}.")
         for resource in self._cluster.resources:
             resource.values[self.index]._settle(error=error)
 

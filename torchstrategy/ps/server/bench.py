@@ -11,6 +11,7 @@ from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.links import ServerLink, set_default_dtype
 from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.workshop import Outcome, Workshop
@@ -52,7 +53,7 @@ class WorkerBench:
         for link in self._links:
             link.wait(deadline - time.monotonic())
             failure = link.failure
-            if failure is None and link.peer.state != "ready":
+            if failure is None and link.peer.state is not PeerState.READY:
                 failure = link.peer.unavailable()
             if failure is not None:
                 raise failure

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchstrategy.base import addresses
 from torchstrategy.errors import UnavailableError
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.forks import close_in_child
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.greeting import greet_server, seals
@@ -45,7 +46,7 @@ class TensorChannel:
         self._is_unanswered = False
         self._reason: str | None = None
         self._process = os.getpid()
-        if peer.state != "ready":
+        if peer.state is not PeerState.READY:
             raise peer.unavailable()
         #: ``"unix"``, ``"tcp"`` (both plain) or ``"curve"`` (encrypted).
         self.kind = ""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torchstrategy.base import addresses
 from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
+from torchstrategy.ps.states import PeerState, follow
 from torchstrategy.ps.transport.forks import close_sockets
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.limits import Limits
@@ -106,7 +107,7 @@ class Peer:
         self._hello = hello
         self._handler = handler
         self._heartbeat_s = heartbeat_s
-        self._state = "connecting"
+        self._state = PeerState.CONNECTING
         self._numbers = itertools.count(1)
         self._hello_number = 0
         self._waiting: dict[int, Callback] = {}
@@ -120,11 +121,11 @@ class Peer:
         self._channels: weakref.WeakSet[_Losable] = weakref.WeakSet()
 
     def __repr__(self) -> str:
-        return f"<{self.name}, {self._state}>"
+        return f"<{self.name}, {self._state.value}>"
 
     @property
-    def state(self) -> str:
-        """One of ``"connecting"``, ``"ready"``, ``"lost"``, ``"refused"`` and ``"closed"``."""
+    def state(self) -> PeerState:
+        """What the connection is."""
         return self._state
 
     def request(self, message: Message, callback: Callback) -> int:
@@ -198,7 +199,7 @@ class Peer:
             UnavailableError: it is not ready.
         """
         with self._lock:
-            if self._state != "ready":
+            if self._state is not PeerState.READY:
                 raise self.unavailable()
             self._channels.add(channel)
 
@@ -208,7 +209,8 @@ class Peer:
 
     def release(self) -> None:
         """Close the descriptors in a forked child."""
-        self._state = "closed"
+        if self._state is not PeerState.CLOSED:
+            self._state = follow(self._state, PeerState.CLOSED)
         close_sockets(self._descriptors)
         for channel in list(self._channels):
             channel.release()
@@ -239,8 +241,8 @@ class Peer:
 
     def shut(self) -> None:
         """Close the connection for good."""
-        if self._state != "closed":
-            self._end("closed", "this process has closed the connection")
+        if self._state is not PeerState.CLOSED:
+            self._end(PeerState.CLOSED, "this process has closed the connection")
             self.loop.forget(self)
 
     def _read_messages(self) -> None:
@@ -272,7 +274,7 @@ class Peer:
                 self._not_trusted(failure(event))
 
     def _disconnected(self) -> None:
-        if self._state == "ready":
+        if self._state is PeerState.READY:
             self._lose("its connection was closed, or it was silent for too long")
         elif self._hello_number:  # the welcome will not come any more
             self._close_socket()
@@ -294,14 +296,14 @@ class Peer:
             )  # fmt: skip
 
     def _lose(self, reason: str) -> None:
-        self._end("lost", reason)
+        self._end(PeerState.LOST, reason)
         _tell(self._handler.lost, self, reason)
-        if self._state == "lost":
+        if self._state is PeerState.LOST:
             self.open()
 
-    def _end(self, state: str, reason: str) -> None:
+    def _end(self, state: PeerState, reason: str) -> None:
         with self._lock:
-            self._state = state
+            self._state = follow(self._state, state)
             self.reason = reason
             channels = list(self._channels)
             self._channels.clear()
@@ -322,7 +324,7 @@ class Peer:
         self._descriptors.clear()
 
     def _send(self, frames: list[Any], callback: Callback, number: int) -> None:
-        if self._state != "ready":
+        if self._state is not PeerState.READY:
             _tell(callback, self.unavailable())
             return
         self._waiting[number] = callback
@@ -340,7 +342,7 @@ class Peer:
         except MessageError as error:
             logger.warning("Dropped a message of %s: %s", self.name, error)
             return
-        if number == self._hello_number:
+        if number == self._hello_number and self._state is not PeerState.READY:
             self._welcomed(message)
         elif number == 0 and message.kind == "error":
             self._refused(message)
@@ -353,7 +355,7 @@ class Peer:
         if message.kind == "welcome":
             self.connection = message.fields["connection"]
             with self._lock:
-                self._state = "ready"
+                self._state = follow(self._state, PeerState.READY)
             self._has_warned = False
             self._num_cut = 0
             _tell(self._handler.ready, self, message.fields["welcome"])
@@ -362,7 +364,7 @@ class Peer:
 
     def _refused(self, message: Message) -> None:
         reason = str(message.fields.get("message"))
-        self._end("refused", reason)
+        self._end(PeerState.REFUSED, reason)
         _tell(self._handler.refused, self, reason)
 
 
