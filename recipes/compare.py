@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import torchstrategy as ts
 
 IMAGES = Path(__file__).parent / "data" / "fashion_mnist_slice.npz"
-CONF = "." if Path(__file__).with_suffix(".yaml").exists() else "../conf"  # a copy has it beside itself
+CONF = "." if Path(__file__).with_name("compare.yaml").exists() else "../conf"  # a copy has it beside itself
 
 
 @hydra.main(config_path=CONF, config_name="compare", version_base="1.3")
@@ -31,7 +31,7 @@ def main(config: DictConfig) -> None:
         started = time.perf_counter()
         layout = options["layouts"][name]
         with ts.testing.ProcessPool(layout["processes"]) as pool:
-            replicas, found, weights = pool.run(train, layout["strategy"], options)[0]
+            replicas, found, weights = pool.run(train, layout["strategy"], options, timeout_s=24 * 3600.0)[0]
         if not expected:
             expected = weights
             print(f"{'':20}{'replicas':>9}" + "".join(f"{k:>14}" for k in found) + f"{'weights differ':>16}{'s':>7}")

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import torchstrategy as ts
 
 IMAGES = Path(__file__).parent / "data" / "fashion_mnist_slice.npz"
-CONF = "." if Path(__file__).with_suffix(".yaml").exists() else "../conf"  # a copy has it beside itself
+CONF = "." if Path(__file__).with_name("estimator.yaml").exists() else "../conf"  # a copy has it beside itself
 ModeKeys = ts.estimator.ModeKeys
 
 

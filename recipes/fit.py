@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import torchstrategy as ts
 
 IMAGES = Path(__file__).parent / "data" / "fashion_mnist_slice.npz"
-CONF = "." if Path(__file__).with_suffix(".yaml").exists() else "../conf"  # a copy has it beside itself
+CONF = "." if Path(__file__).with_name("fit.yaml").exists() else "../conf"  # a copy has it beside itself
 
 
 @hydra.main(config_path=CONF, config_name="fit", version_base="1.3")

@@ -19,7 +19,7 @@ from tqdm import tqdm
 import torchstrategy as ts
 
 IMAGES = Path(__file__).parent / "data" / "fashion_mnist_slice.npz"
-CONF = "." if Path(__file__).with_suffix(".yaml").exists() else "../conf"  # a copy has it beside itself
+CONF = "." if Path(__file__).with_name("gan.yaml").exists() else "../conf"  # a copy has it beside itself
 
 
 @hydra.main(config_path=CONF, config_name="gan", version_base="1.3")

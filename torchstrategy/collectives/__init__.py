@@ -74,9 +74,6 @@ thread, because its client can't be interrupted.
 Tests make hosts as unnamed network namespaces joined by TUN devices, whose packets a process of ours carries: no
 kernel module is needed, and the kernel removes all of it when that process ends.
 
-Recipes start workers by ``jobs.launched``: torch's elastic launcher calls the recipe's function, found by module and
-name, with the resolved configuration.
-
 A failed rank can't be replaced while the others run, because their collectives are at a certain point of the program.
 The job starts again from its last checkpoint, by the launcher or by hand.
 """

@@ -48,7 +48,7 @@ __all__ = [
 
 #: Up to this size in bytes tensors of the CPU travel in messages: a user's with the record that comes before each
 #: collective, gradients in one of their own. Measured between 2 / 3 / 4 processes of one host, medians in µs (the
-#: table of sizes that recipes/benchmark.py prints):
+#: table of sizes that recipes/benchmarks/training.py prints):
 #:
 #:     bytes   gloo                message            shared memory
 #:     4 Ki    2570 / 5367 / 6042  122 / 289 / 468    166 / 385 / 532
