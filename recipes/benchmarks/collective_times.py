@@ -24,7 +24,7 @@ def time_collectives(options: dict[str, Any]) -> dict[str, dict[int, list[float]
     """Return, by way and number of float32, the seconds of each all-reduce; runs in each of some processes.
 
     Args:
-        options: as ``collectives`` in conf/benchmark.yaml.
+        options: as ``collectives`` in conf/benchmarks/training.yaml.
     """
     logging.disable(logging.INFO)
     torch.set_num_threads(1)

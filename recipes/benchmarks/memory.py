@@ -32,7 +32,7 @@ def measure(kind: str, devices: list[str] | None, options: dict[str, Any], run_p
     Args:
         kind: ``"mirrored"`` or ``"central"``.
         devices: of this process.
-        options: as in conf/benchmark_central_storage.yaml.
+        options: as in conf/benchmarks/central_storage.yaml.
         run_path: a folder for the trace that they may ask for; a profiler takes memory as well.
     """
     width = options["width"]

@@ -1,6 +1,6 @@
 """Times this library's parameter servers on a cluster of this host, for recipes/benchmarks/servers.py.
 
-It is a program of its own, as recipes/tensorflow_parameter_server.py is, which times the same work:
+It is a program of its own, as recipes/tensorflow_servers.py is, which times the same work:
 ``python server_times.py '{"workers": 1, ...}'`` starts servers, prints one line of JSON and ends them.
 """
 
