@@ -70,7 +70,7 @@ def check(options: Options) -> Options:
     Raises:
         ValueError: one is wrong, or TensorFlow's side does not have the optimizer.
     """
-    known = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem != "clicks")
+    known = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
     checks.choices(options, "parts", TIMERS)
     checks.choices(options, "models", known)
     checks.choice(options, "scaling.model", known)
