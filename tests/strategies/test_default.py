@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -47,4 +49,52 @@ def test_independent_copies_are_warned_of_once(make, monkeypatch):
     for _ in range(2):
         strategy.run(lambda: 1)
     assert len(said) == 1
-    assert "independent copy" in said[0]
+    assert "WORLD_SIZE says that this process is one of several: each of them trains an independent copy" in said[0]
+
+
+TWO = {"worker": ["localhost:1111", "localhost:2222"]}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "host",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+MAKE = {
+    "DefaultStrategy": DefaultStrategy,
+    "OneDeviceStrategy": lambda: ts.OneDeviceStrategy("cpu:0"),
+    "MirroredStrategy": lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "CentralStorageStrategy": lambda: ts.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+}
+
+
+def task(cluster, job="worker"):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize(
+    ("environ", "source"),
+    [
+        (task(TWO), "TF_CONFIG"),
+        (SLURM, "SLURM"),
+        (task({**TWO, "evaluator": ["localhost:3333"]}, "evaluator"), None),
+        (task({"worker": TWO["worker"][:1]}), None),
+        (task({**TWO, "ps": ["localhost:3333"]}), None),  # its workers need not train together
+        ({"TF_CONFIG": "{"}, None),
+        ({}, None),
+    ],
+)
+def test_copies_of_a_cluster_are_warned_of(make, environ, source, monkeypatch):
+    """The variables may be set after the strategy was made that comes with the library."""
+    monkeypatch.setattr(log, "_said", set())
+    said = []
+    monkeypatch.setattr(log.warnings, "warn", lambda message, *args, **kwargs: said.append(message))
+    strategy = make() if make is DefaultStrategy else None
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    strategy = strategy or make()
+    for _ in range(2):
+        strategy.run(lambda: 1)
+    assert len(said) == (source is not None)
+    assert all(f"{source} says that this process is one of several" in text for text in said)
+    assert all("Use ts.MultiWorkerMirroredStrategy() to train one model together." in text for text in said)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from torchstrategy.base.addresses import split_address
+from torchstrategy.base.context import set_within
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
@@ -19,12 +22,13 @@ from torchstrategy.cluster_resolver.multi_worker_util import (
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver, is_step_of_several
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver, names_no_cluster
-from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver, TorchrunEnvironment
+from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver, TorchrunEnvironment, is_one_of_several
 
-__all__ = ["explain", "find_job"]
+__all__ = ["explain", "find_job", "training_nothing", "warn_of_independent_copies"]
 
 # What is wrong with a source is one of these; JSONDecodeError is a ValueError.
 _ERRORS = (ValueError, TypeError, RuntimeError, LookupError)
+_trains_nothing: ContextVar[bool] = ContextVar("trains_nothing", default=False)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,41 @@ def explain(environ: Mapping[str, str] | None = None) -> list[str]:
         lines.append(f"{finding.source}: {finding.says} {verdict}")
     alone = "nothing names other processes. Taken." if winner is None else f"not taken, because of {winner}."
     return [*lines, f"alone: {alone}"]
+
+
+def warn_of_independent_copies(strategy_name: str, environ: Mapping[str, str]) -> None:
+    """Warn, once, if a strategy that joins no other processes runs in one of several that train together.
+
+    Workers of a cluster with parameter servers do not: each may have a strategy of its own.
+
+    Args:
+        strategy_name: the strategy's class.
+        environ: the environment variables.
+    """
+    source = None if _trains_nothing.get() else _source_of_several(environ)
+    if source is not None:
+        also = "ts.MirroredStrategy() or, on several hosts, " if source == "WORLD_SIZE" else ""
+        warn_once(
+            f"{strategy_name} trains alone, but {source} says that this process is one of several: each of them trains "
+            f"an independent copy. Use {also}ts.MultiWorkerMirroredStrategy() to train one model together."
+        )
+
+
+@contextlib.contextmanager
+def training_nothing() -> Iterator[None]:
+    """Let a strategy run in one process of several without a warning: copies that only evaluate stay equal."""
+    with set_within(_trains_nothing, value=True):
+        yield
+
+
+def _source_of_several(environ: Mapping[str, str]) -> str | None:
+    """Return what says that others train with this process, however incomplete: ``None`` if nothing does."""
+    if is_one_of_several(environ):
+        return "WORLD_SIZE"
+    for finding in _findings(environ):
+        if finding.job is not None and finding.job.size > 1 and "ps" not in finding.job.cluster_spec.jobs:
+            return finding.source
+    return None
 
 
 def _job_of_environment(environ: Mapping[str, str]) -> Job | None:

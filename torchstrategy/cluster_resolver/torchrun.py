@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchstrategy.base.addresses import join_address
-from torchstrategy.base.context import set_within
-from torchstrategy.base.log import warn_once
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url, visible_accelerators
 
@@ -18,12 +14,9 @@ __all__ = [
     "TorchrunClusterResolver",
     "TorchrunEnvironment",
     "is_one_of_several",
-    "training_nothing",
-    "warn_of_independent_copies",
 ]
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_trains_nothing: ContextVar[bool] = ContextVar("trains_nothing", default=False)
 
 
 @dataclass(frozen=True)
@@ -204,25 +197,3 @@ def is_one_of_several(environ: Mapping[str, str]) -> bool:
         environ: the environment variables.
     """
     return environ.get("WORLD_SIZE", "1").strip() not in ("", "1")
-
-
-def warn_of_independent_copies(strategy_name: str) -> None:
-    """Warn, once, that a strategy without other processes runs in one of several.
-
-    Args:
-        strategy_name: the strategy's class.
-    """
-    if _trains_nothing.get():
-        return
-    warn_once(
-        f"{strategy_name} trains alone, but WORLD_SIZE says that this process is one of several: each of them trains "
-        "an independent copy. Use ts.MirroredStrategy() to train one model together, or on several hosts "
-        "ts.MultiWorkerMirroredStrategy()."
-    )
-
-
-@contextlib.contextmanager
-def training_nothing() -> Iterator[None]:
-    """Let a strategy run in one process of several without a warning: copies that only evaluate stay equal."""
-    with set_within(_trains_nothing, value=True):
-        yield

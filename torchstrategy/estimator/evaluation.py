@@ -16,7 +16,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import get_shares
 from torchstrategy.checkpoint.directory import latest_checkpoint
-from torchstrategy.cluster_resolver.torchrun import training_nothing
+from torchstrategy.cluster_resolver.detect import training_nothing
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore, seeded
 from torchstrategy.estimator.checkpoint_variables import as_array
 from torchstrategy.estimator.eval_metrics import write_eval_metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torchstrategy.base.devices import Placement, canonical_device, full_device_
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions
-from torchstrategy.cluster_resolver.detect import find_job
+from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_copies
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
 from torchstrategy.collectives.joining import devices_of_process, join
@@ -81,6 +82,8 @@ class CentralStorageStrategy(Strategy):
         for name in (*named, parameter_device):
             _check_local(name)
         job = find_job(TorchrunClusterResolver())
+        if job is None:
+            warn_of_independent_copies(type(self).__name__, os.environ)
         options = communication_options or CommunicationOptions()
         own = devices_of_process(compute_devices, None if job is None else _one_host(job))
         is_alone = len(own) == 1 and (job is None or job.size == 1)

@@ -18,7 +18,7 @@ from torchstrategy.base.context import Frame, current_frame, pop_frame, push_fra
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
-from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
+from torchstrategy.cluster_resolver.detect import warn_of_independent_copies
 from torchstrategy.data.input_context import InputContext
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
@@ -76,7 +76,7 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         super().__init__(Placement(1, 0, (torch.device("cpu", 0),)))
         self.context = _DefaultReplicaContext(self, 0, 0)
-        self._is_alone = not is_one_of_several(os.environ)
+        self._has_looked = False
 
     @property
     @override
@@ -102,8 +102,9 @@ class DefaultStrategy(Strategy):
             raise TypeError(f"fn must be callable. Received: {fn!r}")
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"positional args must be a list or tuple, got {type(args).__name__}: {args!r}")
-        if not self._is_alone:
-            warn_of_independent_copies("The default strategy")
+        if not self._has_looked:  # not when it is made, with the library: programs set TF_CONFIG afterwards
+            self._has_looked = True
+            warn_of_independent_copies("The default strategy", os.environ)
         own_kwargs = kwargs or {}
         frame = Frame(self, _DefaultReplicaContext(self, 0, 0, (args, own_kwargs)))
         push_frame(frame)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torchstrategy.base.devices import Placement, full_device_name
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions
-from torchstrategy.cluster_resolver.detect import find_job
+from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_copies
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.joining import devices_of_process, join
@@ -56,6 +57,8 @@ class MirroredStrategy(Strategy):
         check_every: int = 1000,
     ) -> None:
         job = find_job(TorchrunClusterResolver())
+        if job is None:
+            warn_of_independent_copies(type(self).__name__, os.environ)
         options = communication_options or CommunicationOptions()
         own = devices_of_process(devices, None if job is None else _one_host(job))
         workers = None if job is None else join(job, own, options, type(self).__name__, cross_device_ops)

@@ -123,6 +123,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 names,
                 implementation,
             )
+            if job is not None and job.task_type == "evaluator":
+                logger.info("This process is the evaluator: it takes no part when the others train (%s)", job.reason)
             return
         logger.info(
             "MultiWorkerMirroredStrategy with cluster_spec = %s, task_type = %r, task_id = %r, num_workers = %d, "

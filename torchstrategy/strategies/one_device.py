@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.base.devices import Placement, canonical_device, tensor_device
-from torchstrategy.cluster_resolver.torchrun import is_one_of_several, warn_of_independent_copies
+from torchstrategy.cluster_resolver.detect import warn_of_independent_copies
 from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
 from torchstrategy.strategies.strategy import Strategy
 
@@ -36,8 +36,7 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str | torch.device) -> None:
         super().__init__(Placement(1, 0, (canonical_device(device),)))
-        if is_one_of_several(os.environ):
-            warn_of_independent_copies(type(self).__name__)
+        warn_of_independent_copies(type(self).__name__, os.environ)
 
     @override
     def _make_variable(self, context: Any, value: Tensor, options: VariableOptions) -> Variable | None:
