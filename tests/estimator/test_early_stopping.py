@@ -165,14 +165,10 @@ def test_evaluation_during_training_is_for_one_process(tmp_path, monkeypatch):
 
 
 class FakeSession:
-    """A worker's of an asynchronous training, or of one whose processes step together."""
+    """A worker's of an asynchronous training, or of one whose processes, or only replicas, step together."""
 
-    class strategy:
-        class extended:
-            experimental_between_graph = True
-
-    def __init__(self, *, is_synchronous):
-        self.strategy.workers = object() if is_synchronous else None
+    def __init__(self, strategy):
+        self.strategy = strategy
         self.global_step = 0
         self.is_stopped = False
 
@@ -180,13 +176,20 @@ class FakeSession:
         self.is_stopped = True
 
 
-@pytest.mark.parametrize("is_synchronous", [False, True])
-def test_an_asynchronous_worker_stops_when_the_checkpoint_is_there(tmp_path, monkeypatch, is_synchronous):
+@pytest.mark.parametrize(
+    ("make", "num_waits"),
+    [
+        (ts.compat.v1.distribute.experimental.ParameterServerStrategy, 3),
+        (lambda: ts.MultiWorkerMirroredStrategy(devices=["cpu:0"]), 0),
+        (ts.get_strategy, 0),
+    ],
+)
+def test_an_asynchronous_worker_stops_when_the_checkpoint_is_there(tmp_path, monkeypatch, make, num_waits):
     estimator = make_estimator(tmp_path)
     estimator.train(lambda: batches(), steps=2)
     monkeypatch.setattr(type(estimator.config), "is_chief", False)
     hook = experimental.make_stop_at_checkpoint_step_hook(estimator, 4, wait_after_file_check_secs=0.01)
-    session = FakeSession(is_synchronous=is_synchronous)
+    session = FakeSession(make())
     for session.global_step in (2, 3):
         hook.after_run(ts.estimator.SessionRunContext(session), ts.estimator.SessionRunValues(None))
     assert not session.is_stopped
@@ -201,4 +204,4 @@ def test_an_asynchronous_worker_stops_when_the_checkpoint_is_there(tmp_path, mon
     monkeypatch.setattr("torchstrategy.estimator.early_stopping.time.sleep", save_after_waiting)
     hook.after_run(ts.estimator.SessionRunContext(session), ts.estimator.SessionRunValues(None))
     assert session.is_stopped
-    assert waits == ([] if is_synchronous else [0.01] * 3)
+    assert waits == [0.01] * num_waits

@@ -49,10 +49,14 @@ def train(estimator, input_fn, hooks=(), **arguments):
 
 
 @pytest.mark.parametrize("input_fn", [listed, shuffled_pipeline, shuffled_loader])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_killed_training_goes_on_with_the_next_batch(tmp_path, input_fn, num_replicas):
+@pytest.mark.parametrize(
+    ("make", "num_replicas"),
+    [(None, 1), (ts.MirroredStrategy, 2), (lambda devices: ts.MultiWorkerMirroredStrategy(devices=devices), 1)],
+    ids=["alone", "mirrored", "one worker"],
+)
+def test_a_killed_training_goes_on_with_the_next_batch(tmp_path, input_fn, make, num_replicas):
     def estimator(folder):
-        strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]) if num_replicas > 1 else None
+        strategy = None if make is None else make([f"cpu:{i}" for i in range(num_replicas)])
         return make_estimator(tmp_path / folder, save_checkpoints_steps=2, train_distribute=strategy)
 
     unbroken = train(estimator("unbroken"), input_fn)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchstrategy.base.tree import map_leaves
 from torchstrategy.estimator.checkpoint_variables import as_current
 from torchstrategy.estimator.run_config import RunConfig
+from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.replicas.variables import Variable
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def show_value(value: Any) -> str:
 
 def is_asynchronous(strategy: Strategy) -> bool:
     """Say whether each process of a strategy trains at its own pace with shared variables."""
-    return strategy.extended.experimental_between_graph and strategy.workers is None
+    return isinstance(strategy, BetweenGraphParameterServerStrategy)
 
 
 def check_estimator(estimator: Any) -> None:
