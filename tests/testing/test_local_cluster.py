@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchstrategy as ts
 from torchstrategy.ps.transport.control_loop import ControlLoop
@@ -114,6 +115,15 @@ def test_a_stopped_server_says_nothing(local_cluster, client_of):
     cluster.stop_signal("worker", 0)
     local_cluster(2, 1)
     assert client.peer.call(Message("ping", {}), WAIT_S).kind == "ok"
+
+
+@pytest.mark.parametrize(("variable", "expected"), [("3", 3), ("2,1", 2), ("", 1), ("many", 1)])
+def test_servers_have_as_many_threads_as_the_variable_says(variable, expected, monkeypatch):
+    with ts.testing.LocalCluster(1, environment={"OMP_NUM_THREADS": variable}) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver())
+        coordinator = ts.coordinator.ClusterCoordinator(strategy)
+        assert coordinator.schedule(torch.get_num_threads).fetch() == expected
+        strategy.close()
 
 
 def test_the_end_leaves_nothing():

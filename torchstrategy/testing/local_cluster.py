@@ -46,8 +46,8 @@ class LocalCluster:
     """Workers and parameter servers, each a process of this host that runs a ``ts.Server``.
 
     The caller's process is the coordinator, ``chief`` 0. Servers survive coordinators, so that one cluster serves many
-    tests. They end with the ``with`` block, and at the latest with this process. A server computes with one thread;
-    what it prints goes to a file, which ``log`` reads.
+    tests. They end with the ``with`` block, and at the latest with this process. A server computes with one thread, or
+    as many as ``OMP_NUM_THREADS`` says; what it prints goes to a file, which ``log`` reads.
 
     Args:
         num_workers: how many workers there are.
@@ -329,7 +329,8 @@ def _serve(
     multiprocessing.set_start_method(None, force=True)  # a loader's processes start as they do in other programs
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)
+    threads = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else 1)
     torch.seed()  # the forked generators are all the same
     np.random.seed()
     server = Server(cluster, job, index, config=config)
