@@ -92,18 +92,52 @@ def fail_at(failing, number):
 
 
 def test_a_loop_that_is_left_leaves_its_trace(tmp_path):
+    """What comes after the loop is not recorded, and neither is a second loop."""
     with ts.profiler.Profile(tmp_path, skip=1, record=5) as profile:
         for number in profile.steps(range(9)):
             if number == 2:
                 break
+        assert not autograd_profiler._is_profiler_enabled
+        assert profile.steps(batches := [1]) is batches
     assert steps(tmp_path / "rank_0.json") == 1
+
+
+def test_a_loop_that_is_left_before_the_recording_counts(tmp_path, capsys):
+    with ts.profiler.Profile(tmp_path, skip=3, record=1) as profile:
+        for number in profile.steps(range(9)):
+            if number == 2:
+                break
+        assert capsys.readouterr().out == ""
+        assert list(profile.steps(range(2))) == [0, 1]
+    assert steps(tmp_path / "rank_0.json") == 1
+
+
+def test_a_block_that_ends_in_the_warm_up_leaves_no_profiler_running(tmp_path, capsys):
+    with ts.profiler.Profile(tmp_path, skip=3, record=1) as profile:
+        assert list(profile.steps(range(2))) == [0, 1]
     assert not autograd_profiler._is_profiler_enabled
+    assert (
+        "Nothing was recorded: the training ended within the steps that the profile skips." in capsys.readouterr().out
+    )
+    assert not list(tmp_path.iterdir())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as another:
+        torch.ones(2) + 1
+    assert "aten::add" in {event.key for event in another.key_averages()}
+
+
+def test_a_profile_that_is_made_and_not_used_runs_no_profiler(tmp_path):
+    profile = ts.profiler.Profile(tmp_path, skip=1, record=1)
+    assert not autograd_profiler._is_profiler_enabled
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        torch.ones(2) + 1
+    del profile
 
 
 @pytest.mark.parametrize("failing", [0, 8])
 def test_before_and_after_the_recording_a_failure_leaves_no_trace_of_itself(tmp_path, failing):
     with pytest.raises(ArithmeticError, match="mine"):
         train(ts.profiler.Profile(tmp_path, skip=3, record=2), failing)
+    assert not autograd_profiler._is_profiler_enabled
     path = tmp_path / "rank_0.json"
     assert path.exists() == (failing == 8)
     assert failing == 0 or steps(path) == 2
@@ -113,7 +147,7 @@ def test_a_trace_that_cannot_be_saved_hides_no_error(tmp_path, capsys):
     (tmp_path / "profile").write_text("a file where the folder should be")
     with pytest.raises(ArithmeticError, match="mine"):
         train(ts.profiler.Profile(tmp_path / "profile", skip=1, record=5), failing=2)
-    assert "What was recorded before the error can't be saved: " in capsys.readouterr().out
+    assert "What was recorded can't be saved: " in capsys.readouterr().out
     with pytest.raises(FileExistsError):
         train(ts.profiler.Profile(tmp_path / "profile", skip=1, record=5), failing=None)
     assert not autograd_profiler._is_profiler_enabled

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+import torchstrategy as ts
 from torchstrategy.profiler import traces
 
 MAIN, OTHER = 1, 2
@@ -130,6 +131,26 @@ def test_the_table_has_a_column_for_each_process():
         *[["rank", "0:", "waited", "longest", "for", "rank", "1,", "0.49", "ms", "a", "step"]],
         *[["rank", "1:", "x", "8", "bytes", "by", "gloo:", "0.09", "ms,", "1", "a", "step"]],
     ]
+
+
+def test_processes_that_recorded_different_numbers_of_steps():
+    spans = [((0, 100),), ((0, 100), (100, 200), (200, 300)), ((0, 100), (100, 200))]
+    figures = [traces.summarise(trace_of(steps=steps)) for steps in spans]
+    assert "(means of 1 to 3 steps)" in traces.make_table(figures)
+    assert "(means of 2 steps)" in traces.make_table(figures[2:])
+
+
+def test_a_table_of_files(tmp_path):
+    """A trace of torch's profiler has no name of its own: it gets that of its file, however long."""
+    own, other = tmp_path / "rank_0.json", tmp_path / "a_host_with_a_name.1234.pt.trace.json.gz"
+    trace = trace_of()
+    other.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    traces.name_rows(trace, "rank 0")
+    own.write_text(json.dumps(trace))
+    assert ts.profiler.table([own, other]).splitlines()[1].split() == ["rank", "0", "a_host_with_a_name.1234"]
+    assert ts.profiler.table(str(own)) == ts.profiler.table([own]) == ts.profiler.table(iter([own]))
+    with pytest.raises(ValueError, match="at least one trace"):
+        ts.profiler.table([])
 
 
 @pytest.mark.parametrize("is_compressed", [False, True])

@@ -41,10 +41,11 @@ def _quiet_kineto() -> Iterator[None]:
 class Profile:
     """Records some steps of a training into a trace, and prints a table of where their time went.
 
-    It stands for ``tf.profiler.experimental.Profile``, but records steps that it counts, not all of its block. The
-    training belongs into its ``with`` block: if an error or ``return`` leaves the block while steps are being recorded,
-    what there is of them is saved. The processes of a strategy must make the same steps: the chief prints the figures
-    of all in one table. In ``fit``, call ``step`` from a callback's ``on_train_batch_end``.
+    It stands for ``tf.profiler.experimental.Profile``, but records steps that it counts, not all of its block. torch's
+    profiler runs until the last of them has ended, and no longer than the ``with`` block, into which the training
+    belongs: if an error or ``return`` leaves it while steps are being recorded, or ``break`` leaves
+    their loop, what there is of them is saved. The processes of a strategy must make the same steps: the chief prints
+    the figures of all in one table. In ``fit``, call ``step`` from a callback's ``on_train_batch_end``.
 
     Args:
         folder: of the traces, ``NAME.json`` for each process, which https://ui.perfetto.dev shows.
@@ -87,31 +88,29 @@ class Profile:
         self._last_is_whole = True
         self._name = name or f"rank {rank}"
         self._path = Path(folder) / f"{self._name.replace(' ', '_')}.json"
-        self._profiler: profiler.profile | None = None
-        if record:
-            self._begin(skip, record)
-
-    def _begin(self, num_skipped: int, num_recorded: int) -> None:
-        self._profiler = make_profiler(
-            schedule=profiler.schedule(skip_first=num_skipped - 1, wait=0, warmup=1, active=num_recorded, repeat=1),
-            on_trace_ready=self._save,
-        )
-        with _quiet_kineto():
-            self._profiler.start()
+        self._plan = {"skip_first": skip - 1, "wait": 0, "warmup": 1, "active": record, "repeat": 1}
+        self._is_over = record == 0
+        self._profiler: profiler.profile | None = None  # while it runs
 
     def __enter__(self) -> Profile:
+        self._begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.break_off(error)
 
     def break_off(self, error: BaseException | None) -> None:
-        """Save what there is, if steps are being recorded.
+        """End the profile; save what there is, if steps are being recorded.
 
         Args:
             error: why the training ends, which an error in saving must not hide; ``None`` if it ends without one.
         """
+        if self._profiler is None:
+            return
         if not self._is_recording:
+            self._stop()
+            if self._is_chief:
+                tqdm.write("Nothing was recorded: the training ended within the steps that the profile skips.")
             return
         self._is_alone = True  # the other processes may not have left
         try:
@@ -119,7 +118,7 @@ class Profile:
         except Exception as failure:
             if error is None:
                 raise
-            tqdm.write(f"What was recorded before the error can't be saved: {failure}")
+            tqdm.write(f"What was recorded can't be saved: {failure}")
 
     def steps(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Return the batches of an epoch; what is done with one of them is a step.
@@ -127,10 +126,11 @@ class Profile:
         Args:
             batches: any iterable, such as a distributed dataset.
         """
-        return batches if self._profiler is None else self._follow(batches)
+        return batches if self._is_over else self._follow(batches)
 
     def step(self) -> None:
         """End a step and begin the next one."""
+        self._begin()
         if self._profiler is not None:
             with _quiet_kineto():
                 self._profiler.step()
@@ -141,28 +141,47 @@ class Profile:
             return
         if self._is_recording:
             self._last_is_whole = False
-            with _quiet_kineto():
-                self._profiler.stop()
+            self._stop()
         elif self._is_chief:
             tqdm.write("Nothing was recorded in this epoch, which had no more steps than the profile skips.")
 
     def _follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        self._begin()
         iterator = iter(batches)
         while True:
             with label("input"):
                 batch = next(iterator, _END)
             if batch is _END:
                 break
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit as left:  # by `break`, or later than the block by an error that holds the loop
+                if self._is_recording:
+                    self.break_off(left)
+                raise
             self.step()
         self.end_epoch()
+
+    def _begin(self) -> None:
+        """Let torch's profiler run, if it has not yet."""
+        if self._is_over or self._profiler is not None:
+            return
+        self._profiler = make_profiler(schedule=profiler.schedule(**self._plan), on_trace_ready=self._save)
+        with _quiet_kineto():
+            self._profiler.start()
+
+    def _stop(self) -> None:
+        running, self._profiler, self._is_over = self._profiler, None, True
+        if running is not None:
+            with _quiet_kineto():
+                running.stop()
 
     @property
     def _is_recording(self) -> bool:
         return self._profiler is not None and self._profiler.current_action in _RECORDING
 
     def _save(self, recorded: profiler.profile) -> None:
-        self._profiler = None
+        self._profiler, self._is_over = None, True
         self._path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(self._path))
         trace = traces.read_trace(self._path)

@@ -7,7 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ _LABEL = "ts::"
 #: Labels of torch's own, and what they count as.
 _OF_TORCH = {"autograd::engine::evaluate_function": "backward", "Optimizer.step": "optimizer"}
 _STEP = "ProfilerStep#"
+_NAME = "torchstrategy_name"  # of the process, beside the events; torch calls each one "python"
 _CATEGORIES = ("user_annotation", "cpu_op")  # GPUs repeat the annotations in a category of their own
 _WORTH_TELLING = 0.05  # of a step
 _Event = Mapping[str, Any]
@@ -116,9 +117,8 @@ def summarise(trace: Mapping[str, Any]) -> Figures:
         count = sum(event["name"] == f"{_LABEL}move {name}" for event in events)
         transfers[name] = (length, count / num_steps)
     operations = [_outermost(thread) for thread in _by_thread(events, _is_operation)]
-    names = [event["args"]["name"] for event in trace["traceEvents"] if event.get("name") == "process_name"]
     return Figures(
-        name=names[0] if names else "",
+        name=str(trace.get(_NAME, "")),
         num_steps=num_steps,
         step=(end - start) / unit,
         parts={name: length / unit for name, length in parts.items()},
@@ -140,30 +140,33 @@ def make_table(figures: Sequence[Figures]) -> str:
     rows = [(name, [one.parts[name] for one in figures]) for name in names]
     rows = [(name, values) for name, values in rows if any(value > 0 for value in values)]
     rows.append(("a step", [one.step for one in figures]))
+    numbers = sorted({one.num_steps for one in figures})
+    means = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    width = max(12, *(len(one.name) + 2 for one in figures))
     lines = [
-        f"Where the time of a step goes, in ms (means of {figures[0].num_steps} steps):",
-        f"{'':<30}" + "".join(f"{one.name:>12}" for one in figures),
+        f"Where the time of a step goes, in ms (means of {means} steps):",
+        f"{'':<30}" + "".join(f"{one.name:>{width}}" for one in figures),
     ]
     for name, values in rows:
         shares = [100 * value / one.step for value, one in zip(values, figures, strict=True)]
         cells = [f"{value:.2f} {share:3.0f}%" for value, share in zip(values, shares, strict=True)]
-        lines.append(f"  {name:<28}" + "".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"  {name:<28}" + "".join(f"{cell:>{width}}" for cell in cells))
     for one in figures:
         lines += [f"  {one.name}: {text}" for text in _details(one)]
     return "\n".join(lines)
 
 
-def table(paths: Iterable[str | os.PathLike[str]]) -> str:
+def table(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> str:
     """Return as text where the time of a step went, from traces that are there already.
 
     Those of ``Profile``, of ``ts.callbacks.TensorBoard(profile_batch=...)``, of ``ts.estimator.ProfilerHook`` and of
     ``torch.profiler`` are read.
 
     Args:
-        paths: the traces' files, ``.json`` or ``.json.gz``; one of each process makes a column.
+        paths: a trace's file, ``.json`` or ``.json.gz``, or those of several processes, each of which makes a column.
 
     Raises:
-        ValueError: nothing is in a trace.
+        ValueError: there is no file, or nothing is in a trace.
 
     Example:
         >>> import tempfile
@@ -171,15 +174,20 @@ def table(paths: Iterable[str | os.PathLike[str]]) -> str:
         ...     with torch.profiler.profile() as recorded:
         ...         _ = torch.ones(100, 100) @ torch.ones(100, 100)
         ...     recorded.export_chrome_trace(folder + "/trace.json")
-        ...     print(ts.profiler.table([folder + "/trace.json"]))  # doctest: +ELLIPSIS
+        ...     print(ts.profiler.table(folder + "/trace.json"))  # doctest: +ELLIPSIS
         Where the time of a step goes, in ms (means of 1 steps):
         ...
     """
-    return make_table([summarise(read_trace(Path(path))) for path in paths])
+    files = [Path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    if not files:
+        raise ValueError("ts.profiler.table needs the path of at least one trace. Received: none")
+    figures = [summarise(read_trace(file)) for file in files]
+    return make_table([replace(one, name=one.name or _stem(file)) for one, file in zip(figures, files, strict=True)])
 
 
-def name_rows(trace: Mapping[str, Any], name: str) -> None:
+def name_rows(trace: dict[str, Any], name: str) -> None:
     """Give the process of a trace a name, and its threads those of the replicas that run on them."""
+    trace[_NAME] = name
     threads: dict[Any, set[str]] = {}
     for event in trace["traceEvents"]:
         if event.get("cat") == "user_annotation" and event["name"].startswith(f"{_LABEL}replica "):
@@ -189,6 +197,11 @@ def name_rows(trace: Mapping[str, Any], name: str) -> None:
             event["args"]["name"] = name
         elif event.get("name") == "thread_name" and event["tid"] in threads:
             event["args"]["name"] = ", ".join(sorted(threads[event["tid"]]))
+
+
+def _stem(path: Path) -> str:
+    """Return a file's name without what says that it is a trace."""
+    return path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".trace").removesuffix(".pt")
 
 
 def drop_last_step(trace: Mapping[str, Any]) -> None:
