@@ -43,7 +43,7 @@ def main(config: DictConfig) -> None:
         make_input_fn(config), steps=None, exporters=exporter, start_delay_secs=0, throttle_secs=0
     )
     metrics, exports = ts.estimator.train_and_evaluate(classifier, train_spec, eval_spec) or (None, None)
-    if exports:  # where this process evaluates; the program is plain PyTorch, without the model's code
+    if exports:  # the program is plain PyTorch, without the model's code
         program = torch.export.load(Path(exports[0]) / "model.pt2").module()
         images, labels = load_images(config.data, "test").tensors
         classes = torch.cat([program(batch)["serving_default"]["classes"] for batch in images.split(1000)])
@@ -51,6 +51,8 @@ def main(config: DictConfig) -> None:
         figures = f"test accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}"
         print(f"After {metrics['global_step']} steps: {figures}")
         print(f"Accuracy of the exported program: {accuracy:.4f}; files: {folder}")
+    elif run_config.is_chief:
+        print(f"Not evaluated here: an evaluator does it, or {config.max_steps} steps were made before, in {folder}")
 
 
 def make_input_fn(config: DictConfig) -> Callable[..., ts.data.Dataset]:

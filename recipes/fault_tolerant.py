@@ -39,7 +39,6 @@ def main(config: DictConfig) -> None:
     loader = DataLoader(train_data, batch_size=config.global_batch_size, shuffle=True, generator=order)
     batches = strategy.experimental_distribute_dataset(loader)
     test_batches = strategy.experimental_distribute_dataset(test_data, batch_size=config.global_batch_size)
-
     ts.utils.set_random_seed(config.seed)
     with strategy.scope():
         layers = [nn.Linear(28 * 28, 32), nn.ReLU(), nn.Dropout(config.dropout), nn.Linear(32, 10)]
@@ -72,9 +71,9 @@ def main(config: DictConfig) -> None:
         manager.save()
         begin_random_numbers()
 
-    if manager.restore_or_initialize():
+    if restored := manager.restore_or_initialize():
         begin_random_numbers()
-        say(f"Going on with epoch {int(epochs) + 1} after step {int(steps)}.")
+        say(f"Going on with epoch {int(epochs) + 1} after step {int(steps)}: {folder} was there already.")
     hidden = not strategy.is_chief or None  # None hides the bar where stderr is no terminal
     while int(epochs) < config.epochs:
         title, num_done = f"Epoch {int(epochs) + 1}", int(steps) % len(loader)
@@ -84,7 +83,7 @@ def main(config: DictConfig) -> None:
             steps.assign_add(1)
             if int(steps) % config.save_every == 0:
                 save()
-            kill_if_asked_to(config.kill, int(steps))
+            kill_if_asked_to(config.kill, int(steps), restored)
         model.eval()
         for batch in test_batches:
             strategy.run(test_step, args=batch)
@@ -96,10 +95,11 @@ def main(config: DictConfig) -> None:
     say(f"Trained for {config.epochs} epochs, {int(steps)} steps. The same folder goes on from here: {folder}")
 
 
-def kill_if_asked_to(kill: DictConfig, step: int) -> None:
-    """End this process as a crash or the kernel does, without a word, but only before the first restart."""
-    rank, num_restarts = (int(os.environ.get(name, 0)) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
-    if (rank, step, num_restarts) == (kill.rank, kill.step, 0):
+def kill_if_asked_to(kill: DictConfig, step: int, restored: str | None) -> None:
+    """End this process as a crash or the kernel does, without a word, but only in the first start."""
+    job = ts.cluster_resolver.find_job() if step == kill.step else None
+    rank, num_restarts = (job.rank, job.attempt) if job else (0, 0)
+    if (rank, step, num_restarts, restored) == (kill.rank, kill.step, 0, None):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import torchstrategy as ts
@@ -30,40 +30,39 @@ def main(config: DictConfig) -> None:
         if not resolver.cluster_spec():  # a cluster on this host, for a try
             cluster = stack.enter_context(ts.testing.LocalCluster(config.cluster.workers, config.cluster.ps))
             resolver = cluster.resolver()
-        if resolver.task_type in ("worker", "ps"):
+        if resolver.task_type not in ("chief", "worker", "ps") or "ps" not in resolver.cluster_spec().jobs:
+            raise SystemExit(f"This is no task of a chief, workers and ps in TF_CONFIG: {resolver.cluster_spec()}")
+        if resolver.task_type != "chief":
             stack.enter_context(contextlib.suppress(KeyboardInterrupt))
             ts.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
             return
         strategy = stack.enter_context(contextlib.closing(instantiate(config.strategy)(resolver)))
-        try:
-            train(config, strategy)
-        except (ts.errors.UnavailableError, ts.errors.CancelledError) as error:  # lost parameters end the training
-            raise SystemExit(f"{error}\nThe same command with the same folder goes on after the last epoch.") from error
+        train(config, strategy)  # raises if a parameter server is lost; the next start goes on after the last epoch
 
 
 def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
     """Train, test and save after every epoch."""
     folder = Path(HydraConfig.get().runtime.output_dir)
+    data = config.data or (IMAGES if IMAGES.exists() else None)  # what the chief has, the workers must have, too
     num_workers = strategy.cluster_spec.num_tasks("worker")
     coordinator = ts.coordinator.ClusterCoordinator(strategy)
-
-    # What is made in the scope lives on the parameter servers; large tables are cut into parts.
     torch.manual_seed(config.seed)
-    with strategy.scope():
+    with strategy.scope():  # what is made in it lives on the parameter servers
         model = make_model()
         optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters())
         accuracy = ts.metrics.SparseCategoricalAccuracy()
         epochs_done = ts.Variable(0, trainable=False, name="epochs_done")
     checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, epochs_done=epochs_done)
     manager = ts.train.CheckpointManager(checkpoint, folder / "checkpoints", max_to_keep=2)
-    manager.restore_or_initialize()
+    if manager.restore_or_initialize():
+        tqdm.write(f"Going on after epoch {int(epochs_done)}: {folder} was there already.")
     first_epoch = int(epochs_done) + 1
 
     def make_batches() -> ts.data.Dataset:
         """Runs on each worker: its share of the data, for ever, in an order of its own."""
         worker = ts.coordinator.experimental_get_current_worker_index()
-        data = ts.data.Dataset.from_tensor_slices(load_images(config.data, "train").tensors)
-        share = data.shard(num_workers, worker).shuffle(len(data), seed=config.seed + first_epoch)
+        images = ts.data.Dataset.from_tensor_slices(load_images(data, "train").tensors)
+        share = images.shard(num_workers, worker).shuffle(len(images), seed=config.seed + first_epoch)
         return share.batch(config.batch_size).repeat()
 
     def train_step(batches):  # noqa: ANN001, ANN202 - the worker's own iterator
@@ -78,7 +77,7 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
         return loss.detach()
 
     batches = iter(coordinator.create_per_worker_dataset(make_batches))
-    train_data, test_data = (load_images(config.data, part) for part in ("train", "test"))
+    train_data, test_data = (load_images(data, part) for part in ("train", "test"))
     num_steps = config.steps_per_epoch or len(train_data) // config.batch_size
     for epoch in range(first_epoch, config.epochs + 1):
         running, losses = deque(), []
@@ -89,7 +88,7 @@ def train(config: DictConfig, strategy: ts.ParameterServerStrategy) -> None:
         coordinator.join()  # the parameters stand still from here on
         losses += [value.fetch() for value in running]
         with torch.no_grad():
-            tested = (model(test_data.tensors[0]).argmax(1) == test_data.tensors[1]).double().mean()
+            tested = sum(int((model(x).argmax(1) == y).sum()) for x, y in DataLoader(test_data, 1000)) / len(test_data)
         figures = {"loss": sum(losses) / num_steps, "accuracy": accuracy.result(), "test accuracy": tested}
         tqdm.write(f"Epoch {epoch}, " + ", ".join(f"{name}: {float(value):.4f}" for name, value in figures.items()))
         accuracy.reset_state()
@@ -104,10 +103,10 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 5 * 5, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def load_images(file: str | None, part: str) -> TensorDataset:
+def load_images(file: str | Path | None, part: str) -> TensorDataset:
     """Return images `[1, 28, 28]` in [0, 1] and labels, to "train" or "test" with; made up where there is no file."""
-    if file or IMAGES.exists():
-        arrays = np.load(file or IMAGES)
+    if file:
+        arrays = np.load(file)
         images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
     else:
         print(f"Made up images to {part} with, because {IMAGES} is not there. data=FILE.npz reads yours.")

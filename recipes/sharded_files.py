@@ -25,8 +25,8 @@ CONF = "." if Path(__file__).with_name("sharded_files.yaml").exists() else "../c
 def main(config: DictConfig) -> None:
     """Train, saving the position in the data as well; tell where a second start goes on, and what was seen."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    shards = Path(config.shards or folder / "shards")
-    if not shards.exists():
+    shards = Path(config.shards or folder / f"{config.num_shards}_shards")
+    if not shards.exists() and not config.shards:
         write_shards(shards, config.num_shards)
     strategy = instantiate(config.strategy, _convert_="all")
     say = tqdm.write if strategy.is_chief else lambda _: None
@@ -103,15 +103,17 @@ def write_shards(folder: Path, number: int) -> None:
         print(f"Made up images, because {IMAGES} is not there. shards=FOLDER reads your files.")
         labels = np.arange(2000) % 10
         images = (np.random.default_rng(0).integers(128, size=(2000, 28, 28)) + 12 * labels[:, None, None]).astype("u1")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent))
+    partial.chmod(0o755)  # other users may read them, as all that the program writes
     for k in range(number):
         mine = np.arange(k, len(images), number)
         np.savez(partial / f"{k:03}.npz", images=images[mine], labels=labels[mine], ids=mine)
     try:
         partial.rename(folder)
-    except OSError:  # another process was first
+    except OSError:
         shutil.rmtree(partial)
+        if not folder.exists():  # else another process was first
+            raise
 
 
 if __name__ == "__main__":

@@ -44,6 +44,15 @@ def test_a_configuration_composes_and_begins_with_commands_that_do(config):
         settings(config, *(option for option in options if "," not in option or "[" in option))
 
 
+@pytest.mark.parametrize("config", ["estimator", "fault_tolerant", "parameter_server", "sharded_files"])
+def test_no_command_finds_what_another_one_has_saved(config):
+    """These recipes go on where a folder's last run has ended."""
+    head = re.match(r"(?:# .*\n)+", (CONF / f"{config}.yaml").read_text())[0]
+    commands = re.findall(rf"recipes/{config}\.py(.*)", head)
+    folders = [settings(config, *shlex.split(command, comments=True)).folder for command in commands]
+    assert len(folders) == len(set(folders)) > 2
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_of_the_benchmarks_is_made(choice, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))

@@ -1,8 +1,8 @@
 """What the sides of recipes/benchmarks/model_fit.py have in common: images, and epochs that wait for their turn.
 
 Each side is a program of its own, ``python SIDE.py '{"model": "conv_net", ...}'``, in an environment that may have
-another framework than this library. So this imports torch only. A side says first what it is, then waits for a line
-before each epoch and answers with a line of JSON after it.
+another framework than this library. So of all packages this imports torch and numpy only. A side says first what it
+is, then waits for a line before each epoch and answers with a line of JSON after it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from torchstrategy.base.addresses import ReservedPorts
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-MULTI_WORKER = "strategy=multi_worker_mirrored"
 TWO_LOCAL = "strategy.devices=[cpu:0,cpu:1]"
 
 
@@ -58,15 +57,15 @@ def _started_by(module, recipe, options, nproc, max_restarts, strategy):
     return [([sys.executable, "-m", *module, *flags, str(RECIPES / recipe), *options, *strategy], {})]
 
 
-def launch(recipe, *options, nproc, max_restarts=0, strategy=(MULTI_WORKER,)):
+def launch(recipe, *options, nproc, max_restarts=0, strategy=()):
     return _started_by(["torchstrategy", "launch"], recipe, options, nproc, max_restarts, strategy)
 
 
-def torchrun(recipe, *options, nproc, max_restarts=0, strategy=(MULTI_WORKER,)):
+def torchrun(recipe, *options, nproc, max_restarts=0, strategy=()):
     return _started_by(["torch.distributed.run"], recipe, options, nproc, max_restarts, strategy)
 
 
-def tf_config(recipe, *options, num_workers, chief=False, evaluator=False, strategy=(MULTI_WORKER,)):
+def tf_config(recipe, *options, num_workers, chief=False, evaluator=False, strategy=()):
     """Return a command for each worker; worker 0 is the chief if there is to be one, and the evaluator comes last."""
     with ReservedPorts(num_workers) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports.numbers]

@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 
+import torchstrategy as ts
 from tests.recipes import layouts
 
 RECIPE = "estimator.py"
@@ -35,15 +37,48 @@ def test_alone_and_a_second_start_goes_on(tmp_path, data):
     checked(output, tmp_path, steps=60)
 
 
+def weights(folder):
+    """Return the tensors that the last checkpoint holds of the model."""
+    reader = ts.train.load_checkpoint(folder / "run" / "model")
+    values = {
+        name: torch.as_tensor(reader.get_tensor(name)) for name, _ in ts.train.list_variables(folder / "run" / "model")
+    }
+    return {name: value for name, value in values.items() if value.ndim}
+
+
+def assert_same(found, expected, atol=1e-10):
+    assert found.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["two in one process", "two by torchrun"])
-def test_two_replicas(tmp_path, data, way):
+def test_two_replicas_train_as_one_with_twice_the_batch(tmp_path, data):
+    """Of one process they take turns with the batches; of two, each reads other images."""
+    one, two, processes, workers = (tmp_path / name for name in ("one", "two", "processes", "workers"))
     options = [RECIPE, *SMALL, data, "dtype=float64"]
-    if way == "two in one process":
-        commands = layouts.alone(*options, "strategy=mirrored", layouts.TWO_LOCAL)
-    else:
-        commands = layouts.torchrun(*options, nproc=2)
-    checked(layouts.run_all(commands, tmp_path), tmp_path, steps=40)
+    layouts.run_all(layouts.alone(*options, "batch_size=128"), one)
+    output = layouts.run_all(layouts.alone(*options, "strategy=mirrored", layouts.TWO_LOCAL), two)
+    checked(output, two, steps=40)
+    assert_same(weights(two), weights(one))
+    checked(layouts.run_all(layouts.torchrun(*options, nproc=2), processes), processes, steps=40)
+    layouts.run_all(layouts.tf_config(*options, num_workers=2), workers)
+    assert_same(weights(workers), weights(processes), atol=0)
+
+
+@pytest.mark.slow
+def test_the_position_in_the_data_is_kept_if_asked_for(tmp_path, data):
+    options = [RECIPE, *SMALL, data, "dtype=float64"]
+    layouts.run_all(layouts.alone(*options), tmp_path / "unbroken")
+    for name, is_kept in (("kept", "true"), ("anew", "false")):
+        for max_steps in (20, 40):
+            start = layouts.alone(*options, f"keep_position={is_kept}", f"max_steps={max_steps}")
+            output = layouts.run_all(start, tmp_path / name)
+        assert "Not evaluated here" in layouts.run_all(start, tmp_path / name)
+        checked(output, tmp_path / name, steps=40)
+    assert_same(weights(tmp_path / "kept"), weights(tmp_path / "unbroken"), atol=0)
+    with pytest.raises(AssertionError):
+        assert_same(weights(tmp_path / "anew"), weights(tmp_path / "unbroken"))
 
 
 @pytest.mark.slow

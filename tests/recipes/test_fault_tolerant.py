@@ -55,7 +55,10 @@ def check_same(first, second):
 def test_losing_a_process(layout, step, unbroken, data, tmp_path):
     """Before the first save, right after one, and in the second epoch."""
     output = layouts.run_all(LAYOUTS[layout](*SMALL, data, f"kill.step={step}", max_restarts=1), tmp_path / "broken")
-    went_on = re.findall(r"^Going on with epoch (\d) after step (\d+)\.$", output, re.MULTILINE)
+    assert "exitcode: -9" in output, "a process was lost"
+    went_on = re.findall(
+        r"^Going on with epoch (\d) after step (\d+): .*run was there already\.$", output, re.MULTILINE
+    )
     assert went_on == {3: [], 10: [("1", "10")], 17: [("2", "15")]}[step]
     assert output.count("Trained for 2 epochs, 24 steps.") == 1
     check_same(unbroken(layout), saved(tmp_path / "broken"))
@@ -71,7 +74,19 @@ def test_going_on_with_other_replicas(data, tmp_path):
     with pytest.raises(RuntimeError, match=r"exit statuses \[-9\]"):
         layouts.run_all(killed, broken)
     output = layouts.run_all(layouts.tf_config(RECIPE, *plain, num_workers=3), broken)
-    assert "Going on with epoch 1 after step 5." in output
+    assert "Going on with epoch 1 after step 5: " in output
     expected, found = saved(tmp_path / "unbroken"), saved(broken)
     for name in (name for name in expected if name.startswith(("model.", "optimizer."))):
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_whoever_the_processes_were_started_by(unbroken, data, tmp_path):
+    """Each knows its rank from TF_CONFIG; the same command again loses none."""
+    options = [RECIPE, *SMALL, data, "kill.step=8"]
+    with pytest.raises(RuntimeError, match=r"exit statuses \[\d+, -9\]") as caught:
+        layouts.run_all(layouts.tf_config(*options, num_workers=2), tmp_path)
+    assert "Going on" not in str(caught.value)
+    output = layouts.run_all(layouts.tf_config(*options, num_workers=2), tmp_path)
+    assert "Going on with epoch 1 after step 5: " in output
+    check_same(unbroken("2 by torchrun"), saved(tmp_path))

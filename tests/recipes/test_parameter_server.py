@@ -36,7 +36,7 @@ def test_trains_and_a_second_start_goes_on(tmp_path, data):
     assert [epoch for epoch, _ in first] == ["1", "2"]
     assert float(first[1][1]) > 0.3
     assert [epoch for epoch, _ in start("epochs=3", "strategy.placement=by_size", "strategy.max_staleness=2")] == ["3"]
-    assert start("epochs=3") == []
+    assert start("epochs=3") == []  # and says so
 
 
 @pytest.fixture
@@ -85,4 +85,17 @@ def test_a_lost_parameter_server_ends_the_recipe(cluster, tmp_path):
     text = (tmp_path / "chief").read_text()
     # Which of the connections to the server notices its end first, and so how the message begins, is a matter of time.
     assert re.search(r"/job:ps/task:0 at 127\.0\.0\.1:\d+", text)
-    assert "The same command with the same folder goes on after the last epoch." in text
+    assert "Error executing job" in text, "it raises"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["worker", "chief", "evaluator"])
+def test_a_task_that_has_nothing_to_do_ends(task, tmp_path):
+    """One that served would wait for a coordinator for ever; an evaluator that coordinated would train as well."""
+    jobs = ["chief", "evaluator", "ps", "worker"] if task == "evaluator" else ["chief", "worker"]
+    cluster = {job: ["127.0.0.1:1"] for job in jobs}
+    task = {"cluster": cluster, "task": {"type": task, "index": 0}}
+    environment = {**os.environ, "TF_CONFIG": json.dumps(task)}
+    process = subprocess.run([sys.executable, RECIPE], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "This is no task of a chief, workers and ps in TF_CONFIG: " in process.stderr
