@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 
 import hydra
@@ -103,8 +103,8 @@ def write_shards(folder: Path, number: int) -> None:
         print(f"Made up images, because {IMAGES} is not there. shards=FOLDER reads your files.")
         labels = np.arange(2000) % 10
         images = (np.random.default_rng(0).integers(128, size=(2000, 28, 28)) + 12 * labels[:, None, None]).astype("u1")
-    partial = Path(tempfile.mkdtemp(dir=folder.parent))
-    partial.chmod(0o755)  # other users may read them, as all that the program writes
+    partial = folder.with_name(f".{uuid.uuid4()}")
+    partial.mkdir()
     for k in range(number):
         mine = np.arange(k, len(images), number)
         np.savez(partial / f"{k:03}.npz", images=images[mine], labels=labels[mine], ids=mine)

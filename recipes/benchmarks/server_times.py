@@ -24,7 +24,7 @@ import torchstrategy as ts
 def main() -> None:
     """Start a cluster, time it, and print the figures."""
     options = json.loads(sys.argv[1])
-    with ts.testing.LocalCluster(options["workers"], options["ps"]) as cluster:
+    with ts.testing.LocalCluster(options["workers"], options["ps"], environment={"OMP_NUM_THREADS": "1"}) as cluster:
         print(json.dumps(measure(cluster.resolver(), options)), flush=True)
 
 

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "docs" / "deploy" / "slurm").glob("*.sbatch"))
 RECIPE = [
     str(ROOT / "recipes" / "fault_tolerant.py"),
-    "strategy=multi_worker_mirrored",
     "global_batch_size=2000",
     "epochs=1",
     "folder=run",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from subprocess import PIPE
 
 import pytest
 
@@ -30,13 +31,17 @@ def test_trains_and_a_second_start_goes_on(tmp_path, data):
     def start(*options):
         process = warm.run([sys.executable, RECIPE, *SMALL, data, *options], tmp_path)
         assert process.returncode == 0, process.stdout + process.stderr
+        said.append(process.stdout)
         return EPOCH.findall(process.stdout)
+
+    said = []
 
     first = start("epochs=2", "cluster.ps=1")
     assert [epoch for epoch, _ in first] == ["1", "2"]
     assert float(first[1][1]) > 0.3
     assert [epoch for epoch, _ in start("epochs=3", "strategy.placement=by_size", "strategy.max_staleness=2")] == ["3"]
-    assert start("epochs=3") == []  # and says so
+    assert start("epochs=3") == []
+    assert "Going on after epoch 3: " in said[-1]
 
 
 @pytest.fixture
@@ -96,6 +101,6 @@ def test_a_task_that_has_nothing_to_do_ends(task, tmp_path):
     cluster = {job: ["127.0.0.1:1"] for job in jobs}
     task = {"cluster": cluster, "task": {"type": task, "index": 0}}
     environment = {**os.environ, "TF_CONFIG": json.dumps(task)}
-    process = subprocess.run([sys.executable, RECIPE], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert process.returncode == 1
-    assert "This is no task of a chief, workers and ps in TF_CONFIG: " in process.stderr
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        subprocess.run([sys.executable, RECIPE], cwd=tmp_path, env=environment, stderr=PIPE, timeout=100, check=True)
+    assert b"This is no task of a chief, workers and ps in TF_CONFIG: " in caught.value.stderr

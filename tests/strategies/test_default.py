@@ -5,6 +5,7 @@ import torch
 
 import torchstrategy as ts
 from torchstrategy.base import log
+from torchstrategy.cluster_resolver.detect import training_nothing
 from torchstrategy.strategies.default import DefaultStrategy
 
 
@@ -81,6 +82,10 @@ def task(cluster, job="worker"):
         (task({"worker": TWO["worker"][:1]}), None),
         (task({**TWO, "ps": ["localhost:3333"]}), None),  # its workers need not train together
         ({"TF_CONFIG": "{"}, None),
+        ({**task(TWO), **SLURM}, "TF_CONFIG"),
+        ({**task({"worker": TWO["worker"][:1]}), **SLURM}, None),  # TF_CONFIG comes first
+        ({**task({**TWO, "ps": ["localhost:3333"]}), **SLURM}, None),
+        ({"TF_CONFIG": "{", **SLURM}, None),
         ({}, None),
     ],
 )
@@ -98,3 +103,13 @@ def test_copies_of_a_cluster_are_warned_of(make, environ, source, monkeypatch):
     assert len(said) == (source is not None)
     assert all(f"{source} says that this process is one of several" in text for text in said)
     assert all("Use ts.MultiWorkerMirroredStrategy() to train one model together." in text for text in said)
+
+
+def test_an_evaluation_takes_no_warning_from_the_training_after_it(monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    strategy = DefaultStrategy()
+    with training_nothing():
+        strategy.run(lambda: 1)
+    with pytest.warns(UserWarning, match="independent copy"):
+        strategy.run(lambda: 1)

@@ -24,7 +24,7 @@ from torchstrategy.cluster_resolver.slurm import SlurmClusterResolver, is_step_o
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver, names_no_cluster
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver, TorchrunEnvironment, is_one_of_several
 
-__all__ = ["explain", "find_job", "training_nothing", "warn_of_independent_copies"]
+__all__ = ["explain", "find_job", "training_nothing", "trains_nothing", "warn_of_independent_copies"]
 
 # What is wrong with a source is one of these; JSONDecodeError is a ValueError.
 _ERRORS = (ValueError, TypeError, RuntimeError, LookupError)
@@ -105,6 +105,11 @@ def explain(environ: Mapping[str, str] | None = None) -> list[str]:
     return [*lines, f"alone: {alone}"]
 
 
+def trains_nothing() -> bool:
+    """Say whether what runs only evaluates, so that copies stay equal."""
+    return _trains_nothing.get()
+
+
 def warn_of_independent_copies(strategy_name: str, environ: Mapping[str, str]) -> None:
     """Warn, once, if a strategy that joins no other processes runs in one of several that train together.
 
@@ -114,12 +119,12 @@ def warn_of_independent_copies(strategy_name: str, environ: Mapping[str, str]) -
         strategy_name: the strategy's class.
         environ: the environment variables.
     """
-    source = None if _trains_nothing.get() else _source_of_several(environ)
+    source = None if trains_nothing() else _source_of_several(environ)
     if source is not None:
         also = "ts.MirroredStrategy() or, on several hosts, " if source == "WORLD_SIZE" else ""
         warn_once(
-            f"{strategy_name} trains alone, but {source} says that this process is one of several: each of them trains "
-            f"an independent copy. Use {also}ts.MultiWorkerMirroredStrategy() to train one model together."
+            f"{strategy_name} joins no other processes, but {source} says that this process is one of several: each of "
+            f"them trains an independent copy. Use {also}ts.MultiWorkerMirroredStrategy() to train one model together."
         )
 
 
@@ -131,13 +136,12 @@ def training_nothing() -> Iterator[None]:
 
 
 def _source_of_several(environ: Mapping[str, str]) -> str | None:
-    """Return what says that others train with this process, however incomplete: ``None`` if nothing does."""
-    if is_one_of_several(environ):
+    """Return what says that others train with this process; ``None`` if what comes first says something else."""
+    if is_one_of_several(environ):  # even if the other variables are missing
         return "WORLD_SIZE"
-    for finding in _findings(environ):
-        if finding.job is not None and finding.job.size > 1 and "ps" not in finding.job.cluster_spec.jobs:
-            return finding.source
-    return None
+    first = next((finding for finding in _findings(environ) if finding.job or finding.error), None)
+    job = None if first is None else first.job
+    return first.source if first and job and job.size > 1 and "ps" not in job.cluster_spec.jobs else None
 
 
 def _job_of_environment(environ: Mapping[str, str]) -> Job | None:

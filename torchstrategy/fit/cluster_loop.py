@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import PerWorkerValues
+from torchstrategy.cluster_resolver.detect import training_nothing
 from torchstrategy.fit.arguments import DataArguments, named_arguments
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.cluster_steps import (
@@ -99,7 +100,8 @@ class ClusterLoop(Loop):
                 "ts.utils.DatasetCreator(dataset_fn)."
             )
         if not isinstance(x, DatasetCreator):
-            reader = OneDeviceStrategy("cpu:0")  # the coordinator reads all of the data; workers get whole batches
+            with training_nothing():
+                reader = OneDeviceStrategy("cpu:0")  # the coordinator reads all of the data; workers get whole batches
             settings: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "steps": steps}
             return make_batches(reader, x, y, sample_weight, **settings, method=method, names=names)
         names = named_arguments(method) if names is None else names

@@ -91,6 +91,8 @@ class Profile:
         self._plan = {"skip_first": skip - 1, "wait": 0, "warmup": 1, "active": record, "repeat": 1}
         self._is_over = record == 0
         self._profiler: profiler.profile | None = None  # while it runs
+        self._loop: object | None = None  # the latest one
+        self._has_told = False
 
     def __enter__(self) -> Profile:
         self._begin()
@@ -109,7 +111,7 @@ class Profile:
             return
         if not self._is_recording:
             self._stop()
-            if self._is_chief:
+            if self._is_chief and not self._has_told:
                 tqdm.write("Nothing was recorded: the training ended within the steps that the profile skips.")
             return
         self._is_alone = True  # the other processes may not have left
@@ -143,10 +145,14 @@ class Profile:
             self._last_is_whole = False
             self._stop()
         elif self._is_chief:
+            self._has_told = True
             tqdm.write("Nothing was recorded in this epoch, which had no more steps than the profile skips.")
 
     def _follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        if self._is_recording:  # in a loop that was left, whose iterator something holds
+            self.break_off(None)
         self._begin()
+        loop = self._loop = object()
         iterator = iter(batches)
         while True:
             with label("input"):
@@ -156,7 +162,7 @@ class Profile:
             try:
                 yield batch
             except GeneratorExit as left:  # by `break`, or later than the block by an error that holds the loop
-                if self._is_recording:
+                if self._is_recording and self._loop is loop:
                     self.break_off(left)
                 raise
             self.step()

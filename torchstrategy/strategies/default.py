@@ -18,7 +18,7 @@ from torchstrategy.base.context import Frame, current_frame, pop_frame, push_fra
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
-from torchstrategy.cluster_resolver.detect import warn_of_independent_copies
+from torchstrategy.cluster_resolver.detect import trains_nothing, warn_of_independent_copies
 from torchstrategy.data.input_context import InputContext
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
@@ -102,7 +102,8 @@ class DefaultStrategy(Strategy):
             raise TypeError(f"fn must be callable. Received: {fn!r}")
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"positional args must be a list or tuple, got {type(args).__name__}: {args!r}")
-        if not self._has_looked:  # not when it is made, with the library: programs set TF_CONFIG afterwards
+        # Not when it is made, which is with the library: programs set TF_CONFIG afterwards.
+        if not self._has_looked and not trains_nothing():
             self._has_looked = True
             warn_of_independent_copies("The default strategy", os.environ)
         own_kwargs = kwargs or {}
