@@ -30,7 +30,8 @@ def main(config: DictConfig) -> None:
         if not resolver.cluster_spec():  # a cluster on this host, for a try
             cluster = stack.enter_context(ts.testing.LocalCluster(config.cluster.workers, config.cluster.ps))
             resolver = cluster.resolver()
-        if resolver.task_type not in ("chief", "worker", "ps") or set(resolver.cluster_spec().jobs) < {"worker", "ps"}:
+        jobs = {"chief", "worker", "ps"}
+        if resolver.task_type not in jobs or not {"worker", "ps"} <= set(resolver.cluster_spec().jobs):
             raise SystemExit(f"This is no task of a chief, workers and ps in TF_CONFIG: {resolver.cluster_spec()}")
         if resolver.task_type != "chief":
             stack.enter_context(contextlib.suppress(KeyboardInterrupt))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchstrategy import errors
 from torchstrategy.base.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from torchstrategy.base.log import warn_once
+from torchstrategy.base.values import known_counts
 from torchstrategy.gradients.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
@@ -124,7 +125,7 @@ def scale_mean_loss(loss: Tensor, weight: int | float | Tensor | None = None) ->
             "scale_mean_loss was called in cross-replica context, where there is no replica's share of a batch. Call "
             "it in a function given to strategy.run."
         )
-    own, total = _part_of_examples(context) if weight is None else _part_of_weights(context, loss, weight)
+    own, total = known_counts(context, 1) if weight is None else _part_of_weights(context, loss, weight)
     result_dtype, sum_dtype = _dtypes(loss)
     if isinstance(own, Tensor):
         masked = loss.masked_fill(own == 0, 0.0)
@@ -165,17 +166,6 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     shares = None if context is None else context.batch_shares
     # Each of the batches that make one optimizer step adds its part.
     return loss / (_num_replicas() * (1 if shares is None else shares.num_parts))
-
-
-def _part_of_examples(context: Any) -> tuple[int, int]:
-    """Return this replica's number of examples, and that of all replicas in the optimizer step."""
-    shares = context.batch_shares
-    if shares is not None:
-        return context._num_own_examples, shares.divisor
-    if context.num_replicas_in_sync == 1:
-        return 1, 1
-    context.actual_batch_size()  # raises, and says why
-    raise RuntimeError("The replica's share of the batch is not known. Give the weight of its loss.")
 
 
 def _part_of_weights(context: Any, loss: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
@@ -268,20 +258,15 @@ def _actual_batch_size(loss: Tensor) -> int | Tensor:
             'compute_average_loss(global_batch_size="actual") was called in cross-replica context, where no batch is '
             "being processed. Call it in a function given to strategy.run, or pass a number."
         )
-    shares = replica_context.batch_shares
-    if shares is None:
-        if replica_context.num_replicas_in_sync == 1:
-            return loss.shape[0]
-        replica_context.actual_batch_size()  # raises, and says why
-    share = replica_context._num_own_examples
+    share, divisor = known_counts(replica_context, loss.shape[0])
     if loss.shape[0] != share:
         raise ValueError(
             f"per_example_loss has {loss.shape[0]} entries, but this replica's share of the batch is {share} examples, "
             'so "actual" is not its divisor. If the entries are tokens, masked elements or pairs, count them: '
             'global_batch_size=ctx.all_reduce("sum", torch.tensor(my_count)) with ctx = ts.get_replica_context().'
         )
-    size: Tensor = replica_context.actual_batch_size()
-    return size
+    # As a tensor, a compiled program is not compiled anew for each size.
+    return divisor if replica_context.batch_shares is None else replica_context.actual_batch_size()
 
 
 def _matching_weight(sample_weight: Any, loss: Tensor) -> Tensor:

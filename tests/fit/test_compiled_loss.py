@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy as ts
 from torchstrategy import losses
+from torchstrategy.base.values import mark_windows
 from torchstrategy.fit import steps
 from torchstrategy.fit.compiled_loss import CompiledLoss
 from torchstrategy.fit.compiled_metrics import CompiledMetrics
+from torchstrategy.fit.label_divisors import sum_over_replicas
 
 NUM_EXAMPLES = 10
 CLASSES = 3
@@ -355,7 +357,7 @@ def test_no_loss():
     compiled = CompiledLoss(None)
     assert compiled.is_empty
     assert compiled(None, torch.ones(2, 1)).item() == 0
-    assert compiled.local_divisors(None) is None
+    assert compiled.divisors.local(None) is None
     assert compiled.metrics == []
     assert not CompiledLoss([None, "mse"]).is_empty
 
@@ -369,19 +371,19 @@ def test_divisors_of_several_batches():
     batches = list(strategy.experimental_distribute_dataset(
         DataLoader(TensorDataset(values(3), class_ids()), 5)
     ))  # fmt: skip
-    local = [strategy.run(lambda y_pred, y: compiled.local_divisors(y), args=tuple(batch)) for batch in batches]
+    local = [strategy.run(lambda y_pred, y: compiled.divisors.local(y), args=tuple(batch)) for batch in batches]
     total = sum(strategy.reduce("sum", value, axis=None) for value in local)
     assert total.shape == (1,)
     assert total.dtype == torch.float64
 
     def step(y_pred, y):
-        with compiled.using(total):
+        with compiled.divisors.using(total):
             return compiled(y, y_pred)
 
     shares = [strategy.reduce("sum", strategy.run(step, args=tuple(batch)), axis=None) for batch in batches]
     torch.testing.assert_close(sum(shares), F.cross_entropy(values(3), class_ids(), CLASS_WEIGHTS), rtol=1e-12, atol=0)
-    assert CompiledLoss("mse").local_divisors(values(1)) is None
-    assert CompiledLoss(loss).local_divisors(values(3).softmax(1)) is None  # probabilities are counted by examples
+    assert CompiledLoss("mse").divisors.local(values(1)) is None
+    assert CompiledLoss(loss).divisors.local(values(3).softmax(1)) is None  # probabilities are counted by examples
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
@@ -403,11 +405,11 @@ def test_batches_of_one_optimizer_step(num_replicas, loss, labels, reference):
     with strategy.scope():
         layer, compiled = make_layer(3), CompiledLoss([loss, loss])
     batches = list(strategy.experimental_distribute_dataset(DataLoader(TensorDataset(inputs(), labels), 4)))
-    steps.mark_windows([batches])
+    mark_windows([batches])
 
     def divide(_, parts):
-        local = [compiled.local_divisors([y, y]) for _, y in parts]
-        return compiled.using(steps.sum_divisors(None if local[0] is None else torch.stack(local).sum(0)))
+        local = [compiled.divisors.local([y, y]) for _, y in parts]
+        return compiled.divisors.using(sum_over_replicas(None if local[0] is None else torch.stack(local).sum(0)))
 
     def all_of_them(*window):
         for parameter in layer.parameters():
@@ -511,15 +513,15 @@ def test_labels_all_of_which_are_known_to_count(loss, is_needed):
     compiled = CompiledLoss(loss)
     y_pred, y = values(3), class_ids()
     expected = compiled(y, y_pred)
-    assert compiled.local_divisors(y) is not None
-    with compiled.knowing(y.numpy()):
-        assert (compiled.local_divisors(y) is not None) == is_needed
+    assert compiled.divisors.local(y) is not None
+    with compiled.divisors.knowing(y.numpy()):
+        assert (compiled.divisors.local(y) is not None) == is_needed
         torch.testing.assert_close(compiled(y, y_pred), expected, rtol=1e-12, atol=0)
-        with compiled.knowing(None):  # such as validation data of a loader
-            assert compiled.local_divisors(y) is not None
-        assert (compiled.local_divisors(y) is not None) == is_needed
-        assert pickle.loads(pickle.dumps(compiled)).local_divisors(y) is not None  # another process has other data
-    assert compiled.local_divisors(y) is not None
+        with compiled.divisors.knowing(None):  # such as validation data of a loader
+            assert compiled.divisors.local(y) is not None
+        assert (compiled.divisors.local(y) is not None) == is_needed
+        assert pickle.loads(pickle.dumps(compiled)).divisors.local(y) is not None  # another process has other data
+    assert compiled.divisors.local(y) is not None
 
 
 def test_labels_of_several_outputs_that_are_known_to_count():
@@ -527,12 +529,12 @@ def test_labels_of_several_outputs_that_are_known_to_count():
     y = {"c": values(3), "b": class_ids(), "a": class_ids()}
     y_pred = {key: values(3) for key in "abc"}
     expected = compiled(y, y_pred)
-    assert len(compiled.local_divisors(y)) == 2
-    with compiled.knowing(y):
-        (divisor,) = compiled.local_divisors(y)
+    assert len(compiled.divisors.local(y)) == 2
+    with compiled.divisors.knowing(y):
+        (divisor,) = compiled.divisors.local(y)
         assert divisor == (class_ids() != 0).sum()
         torch.testing.assert_close(compiled(y, y_pred), expected, rtol=1e-12, atol=0)
-        with compiled.using(compiled.local_divisors(y)):
+        with compiled.divisors.using(compiled.divisors.local(y)):
             torch.testing.assert_close(compiled(y, y_pred), expected, rtol=1e-12, atol=0)
 
 
@@ -545,7 +547,7 @@ def test_known_labels_need_no_communication():
     def on_one_replica_only(y_pred, y):
         return compiled(y, y_pred) if ts.get_replica_context().replica_id_in_sync_group == 0 else None
 
-    with compiled.knowing(class_ids()):
+    with compiled.divisors.knowing(class_ids()):
         share, _ = strategy.experimental_local_results(strategy.run(on_one_replica_only, args=batch))
     torch.testing.assert_close(share, F.cross_entropy(values(3)[:5], class_ids()[:5]) / 2)
     with pytest.raises((RuntimeError, ValueError), match="all_reduce"):
@@ -617,7 +619,7 @@ def test_divisors_of_several_outputs_by_name():
         y_pred["b"], y["b"], ignore_index=0
     )
     torch.testing.assert_close(compiled(y, y_pred), expected)
-    with compiled.using(compiled.local_divisors(y)):
+    with compiled.divisors.using(compiled.divisors.local(y)):
         torch.testing.assert_close(compiled(y, y_pred), expected)
 
 
@@ -628,6 +630,59 @@ def test_an_output_with_other_rows_than_examples():
     (batch,) = strategy.experimental_distribute_dataset(values(1)[:4], batch_size=4)
     with pytest.raises(ValueError, match="this replica's share of the batch is 2 examples"):
         strategy.run(lambda y: compiled([y, y.repeat(3, 1)], [y, y.repeat(3, 1)]), args=(batch,))
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "none"])
+def test_outputs_with_different_numbers_of_rows(reduction):
+    """Each is divided by its own, whatever came before it."""
+    sizes = (4, 8, 4)
+    y = [torch.zeros(size, 1) for size in sizes]
+    y_pred = [torch.full((size, 1), float(i + 1), requires_grad=True) for i, size in enumerate(sizes)]
+    compiled = CompiledLoss([losses.MeanSquaredError(reduction=reduction)] * 3)
+    with ts.get_strategy().scope():
+        if reduction == "none":
+            with pytest.raises(ts.errors.InvalidArgumentError, match="different numbers"):
+                compiled(y, y_pred)
+            return
+        assert compiled(y, y_pred).item() == 1 + 4 + 9
+    assert compiled(y, y_pred, alone=True).item() == 1 + 4 + 9
+    assert [metric.result().item() for metric in compiled.metrics] == [1, 4, 9]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_output_with_other_rows_whose_labels_say_the_divisor(num_replicas):
+    """Neither it nor the outputs after it are counted wrong: not in the loss, the gradients, or the logs."""
+    strategy = ts.MirroredStrategy(cpus(num_replicas))
+    with strategy.scope():
+        layer = make_layer(CLASSES)
+        compiled = CompiledLoss(["mse", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), nn.L1Loss()])
+    dataset = strategy.experimental_distribute_dataset(DataLoader(TensorDataset(inputs(), class_ids()), 4))
+
+    def outputs(x, y):
+        logits = layer(x)
+        twice = torch.cat([logits, 2 * logits])  # rows that are no examples
+        return [torch.zeros_like(logits), torch.cat([y, y]), torch.zeros_like(logits)], [logits, twice, logits]
+
+    def step(x, y):
+        share = compiled(*outputs(x, y))
+        return share, torch.autograd.grad(share, list(layer.parameters()))
+
+    means, count = torch.zeros(3, dtype=torch.float64), 0
+    for batch, x, y in zip(dataset, inputs().split(4), class_ids().split(4), strict=True):
+        share, gradients = strategy.run(step, args=tuple(batch))
+        labels, predictions = outputs(x, y)
+        parts = [
+            F.mse_loss(predictions[0], labels[0]),
+            F.cross_entropy(predictions[1], labels[1], CLASS_WEIGHTS),
+            F.l1_loss(predictions[2], labels[2]),
+        ]
+        torch.testing.assert_close(strategy.reduce("sum", share, axis=None), sum(parts))
+        for found, wanted in zip(gradients, torch.autograd.grad(sum(parts), list(layer.parameters())), strict=True):
+            torch.testing.assert_close(strategy.reduce("sum", found, axis=None), wanted)
+        means += torch.stack(parts).detach() * len(x)
+        count += len(x)
+    for metric, mean in zip(compiled.metrics, means / count, strict=True):
+        torch.testing.assert_close(metric.result().double(), mean, check_dtype=False)
 
 
 def test_weights_of_several_outputs():

@@ -29,11 +29,16 @@ __all__ = [
     "PerWorkerValues",
     "RemoteTensor",
     "ValueContext",
+    "example_counts",
     "get_shares",
+    "known_counts",
     "local_results",
+    "mark_windows",
+    "num_rows_of",
     "regroup",
     "select_replica",
     "set_shares",
+    "shares_of",
 ]
 
 
@@ -261,6 +266,71 @@ def set_shares(leaf: Any, shares: BatchShares) -> Any:
     elif isinstance(leaf, torch.Tensor):
         leaf._ts_shares = shares  # type: ignore[attr-defined]
     return leaf
+
+
+def shares_of(structure: Any) -> list[BatchShares]:
+    """Return the different ways in which the batches in a structure were split."""
+    found: dict[BatchShares, None] = {}
+    for leaf in tree.all_leaves(structure):
+        shares = get_shares(leaf)
+        if shares is not None:
+            found[shares] = None
+    return list(found)
+
+
+def mark_windows(windows: Iterable[Sequence[Any]]) -> None:
+    """Tag the batches that make one optimizer step with how many examples they have together.
+
+    Args:
+        windows: the batches of each step.
+    """
+    for window in windows:
+        if len(window) == 1:
+            continue
+        tagged = [[(leaf, get_shares(leaf)) for leaf in tree.all_leaves(batch)] for batch in window]
+        found = [[(leaf, shares) for leaf, shares in batch if shares is not None] for batch in tagged]
+        total = sum(batch[0][1].total for batch in found if batch)
+        for leaf, shares in (pair for batch in found for pair in batch):
+            set_shares(leaf, BatchShares(shares.shares, shares.step, (len(window), total)))
+
+
+def num_rows_of(structure: Any) -> int | None:
+    """Return the length of the first tensor in a structure; ``None`` without one."""
+    leaves = tree.all_leaves(structure)
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+
+
+def example_counts(context: Any, num_rows: int | None = None) -> tuple[int, int] | None:
+    """Return how many examples of a batch a replica has, and by how many the losses of the batch are divided.
+
+    Args:
+        context: the replica's context; ``None`` outside of all, where one replica has all there is.
+        num_rows: what one replica alone has of a batch that no dataset has counted; ``None`` means the rows of the
+            first tensor that its function was called with.
+
+    Returns:
+        Both; ``None`` if there are several replicas, and no batch or several among the function's arguments.
+    """
+    shares = None if context is None else context.batch_shares
+    if shares is not None:
+        return context._num_own_examples, shares.divisor
+    if context is not None and context.num_replicas_in_sync > 1:
+        return None
+    rows = num_rows_of(context._inputs) if num_rows is None else num_rows
+    return None if rows is None else (rows, rows)
+
+
+def known_counts(context: Any, num_rows: int | None = None) -> tuple[int, int]:
+    """Return ``example_counts``, which must be known.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    found = example_counts(context, num_rows)
+    if found is None:
+        size = int(context.actual_batch_size())  # raises, and says why
+        return size, size
+    return found
 
 
 def _regroup_leaf(*leaves: Any) -> Any:

@@ -6,9 +6,8 @@ this replica's elements, divided by what the whole batch has.
 
 from __future__ import annotations
 
-import contextlib
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 from torchstrategy import errors
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy
+from torchstrategy.base.values import example_counts, known_counts
+from torchstrategy.fit.label_divisors import LabelDivisors, entry_of
 from torchstrategy.fit.loss_making import make_part
-from torchstrategy.fit.loss_parts import LossPart
-from torchstrategy.fit.loss_shares import differentiated_as_sum, global_batch_size, share_of
+from torchstrategy.fit.loss_parts import LossPart, differentiated_as_sum, share_of
 from torchstrategy.fit.loss_tracker import LossTracker
 from torchstrategy.fit.outputs import Outputs, for_outputs, is_several
-from torchstrategy.metrics.metric import sum_dtype
 from torchstrategy.strategies.default import get_replica_context
 
 __all__ = ["CompiledLoss"]
@@ -58,13 +57,8 @@ class CompiledLoss:
         self._signature: tuple[Any, ...] | None = None
         self._flat: list[_OutputLoss] = []
         self._trackers = _known_trackers(self._parts)
-        #: Divisors that the trainer has summed, by replica: replicas of a process share this object.
-        self._divisors: dict[int, Tensor | Callable[[], Tensor]] = {}
-        #: Outputs all of whose labels are known to count alike.
-        self._counted: frozenset[Any] = frozenset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_divisors": {}, "_counted": frozenset()}  # which hold for what runs here now
+        #: Of losses whose labels or weights say them.
+        self.divisors = LabelDivisors(self._parts)
 
     @property
     def metrics(self) -> list[LossTracker]:
@@ -99,14 +93,15 @@ class CompiledLoss:
         if is_several(parts):
             if len(parts) == 1:
                 place = next(iter(parts)) if isinstance(parts, Mapping) else 0
-            parts = _entry(parts, place)
+            parts = entry_of(parts, place)
         return parts if isinstance(parts, LossPart) else None
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None, *, alone: bool = False) -> Tensor:
         """Return this replica's share of the loss: the sum over replicas is the loss of the global batch.
 
         Replica context. The batch that the replica function was called with says how many examples there are over all
-        replicas. If a divisor depends on labels or weights, all replicas must call this, unless ``using`` gives it.
+        replicas. If a divisor depends on labels or weights, all replicas must call this, unless
+        ``divisors.using`` gives it.
 
         Args:
             y: labels; for several outputs a list or dict of them, as the outputs are.
@@ -126,82 +121,30 @@ class CompiledLoss:
         outputs = Outputs(y_pred)
         self._bind(outputs)
         labels, weights = self._labels_and_weights(outputs, y, sample_weight)
-        divisors = self._summed_divisors(outputs, labels, weights, alone=alone)
-        num_examples = len(outputs.tensors[0]) if alone else global_batch_size(len(outputs.tensors[0]))
+        keys = (None,) if len(self._flat) == 1 else outputs.keys or ()
+        rows = [(key, own.part, *of) for key, own, *of in zip(keys, self._flat, labels, weights, strict=True)]
+        divisors = self.divisors.find(rows, alone=alone)
+        context = get_replica_context()
         total: Tensor | None = None
         unreduced: dict[str, int] = {}
         for i, own in enumerate(self._flat):
             if own.part is None:
                 continue
             scores = outputs.tensors[i]
-            if len(scores) != len(outputs.tensors[0]):
-                num_examples = len(scores) if alone else global_batch_size(len(scores))
-            share, elements = share_of(own.part, labels[i], scores, weights[i], divisors[i], num_examples)
+            counts = (len(scores), len(scores)) if alone else example_counts(context, len(scores))
+            # None of an output whose rows are others than the examples: then labels say the divisor, or it has none.
+            num_losses = counts[1] if counts is not None and counts[0] == len(scores) else None
+            share, elements = share_of(own.part, labels[i], scores, weights[i], divisors[i], num_losses)
             if own.tracker is not None:
-                own.tracker.add_share(share, len(scores), num_examples or 0)
+                own.tracker.add_share(share, *(counts or known_counts(context)))
             if own.part.is_unreduced:
-                unreduced[own.part.name] = (num_examples or 0) * elements
+                name = own.part.name if outputs.names is None else f"{own.part.name} of {outputs.names[i]}"
+                unreduced[name] = (num_losses or 0) * elements
             share = share if own.weight == 1 else share * own.weight
             total = share if total is None else total + share
         if total is None:
             return torch.zeros((), device=outputs.tensors[0].device)
         return total if alone or not unreduced else differentiated_as_sum(total, unreduced)
-
-    def local_divisors(self, y: Any, sample_weight: Any = None) -> Tensor | None:
-        """Return what this replica's batch adds to the divisors that depend on labels or weights.
-
-        These are those of losses with class weights, ignored labels, or ``reduction="mean_with_sample_weight"``.
-
-        Args:
-            y: labels, as for a call.
-            sample_weight: weights, as for a call.
-
-        Returns:
-            One number for each of these losses; ``None`` if there are none.
-        """
-        divisors = []
-        for key, part, label, weight in self._without_outputs(y, sample_weight):
-            if part.has_divisor(label, weight) and key not in self._counted:
-                divisors.append(part.divisor(label, weight).to(sum_dtype()))
-        return torch.stack(divisors) if divisors else None
-
-    @contextlib.contextmanager
-    def using(self, divisors: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
-        """Give calls on this replica the divisors, so that they need not communicate.
-
-        Args:
-            divisors: the sum of ``local_divisors`` over replicas, and over the batches of one optimizer step; or what
-                waits for it.
-        """
-        if divisors is None:
-            yield
-            return
-        key = _replica_id()
-        self._divisors[key] = divisors
-        try:
-            yield
-        finally:
-            del self._divisors[key]
-
-    @contextlib.contextmanager
-    def knowing(self, y: Any) -> Iterator[None]:
-        """Look at all labels of the data to come, to save a sum over replicas in each step.
-
-        Losses that can ignore labels, as torch's cross-entropy can by default, need no divisor of their own as long as
-        no label is ignored. Cross-replica context; all processes must have the same labels.
-
-        Args:
-            y: all labels, of the structure that a call takes; ``None`` if they are not known, as those of a loader.
-        """
-        before, self._counted = self._counted, frozenset()
-        rows = [] if y is None else self._without_outputs(y, None)
-        self._counted = frozenset(
-            key for key, part, label, _ in rows if part.has_divisor(label, None) and part.counts_all(label)
-        )
-        try:
-            yield
-        finally:
-            self._counted = before
 
     def check_first(self, y: Any, y_pred: Any, labels_on_host: Sequence[Any] = ()) -> None:
         """Look at the values of a first batch: probabilities, class ids, dtypes.
@@ -279,53 +222,6 @@ class CompiledLoss:
                 raise errors.InvalidArgumentError(f"The output {name!r} has a loss, but its labels in y are None.")
         return labels, outputs.weights_of(sample_weight)
 
-    def _without_outputs(self, y: Any, sample_weight: Any) -> Iterator[tuple[Any, LossPart, Any, Any]]:
-        """Yield each output's key (``None`` for one output), loss, labels and weights, before there are outputs."""
-        keys: list[Any] = list(y) if isinstance(y, Mapping) else list(range(len(y))) if is_several(y) else [None]
-        for key in sorted(keys, key=str):  # the order of every vector of divisors
-            parts, weight = self._parts, sample_weight
-            if is_several(parts):
-                one = next(iter(parts), None) if isinstance(parts, Mapping) else 0
-                place = one if key is None or (len(parts) == 1 and len(keys) == 1) else key
-                parts = _entry(parts, place)
-            weight = _entry(weight, key) if is_several(weight) else weight
-            label = y if key is None else y[key]
-            if parts is not None and label is not None:
-                yield None if len(keys) == 1 else key, parts, label, weight
-
-    def _summed_divisors(
-        self, outputs: Outputs, labels: list[Any], weights: list[Any], *, alone: bool
-    ) -> list[Tensor | None]:
-        found: list[Tensor | None] = [None] * len(self._flat)
-        keys = (None,) if len(self._flat) == 1 else outputs.keys or ()
-        rows = enumerate(zip(keys, self._flat, labels, weights, strict=True))
-        places = [
-            i
-            for i, (key, own, y, weight) in rows
-            if own.part is not None and own.part.has_divisor(y, weight) and key not in self._counted
-        ]
-        if not places:
-            return found
-        if len(places) > 1:
-            places.sort(key=lambda i: str(keys[i]))
-        summed = self._divisors.get(_replica_id())
-        if summed is None:
-            parts = [self._flat[i].part for i in places]
-            local = [part.divisor(labels[i], weights[i]) for i, part in zip(places, parts, strict=True) if part]
-            context = get_replica_context()
-            if alone or context is None or context.num_replicas_in_sync == 1:
-                given: Sequence[Tensor] = local
-            else:
-                summed = torch.stack([divisor.to(sum_dtype()) for divisor in local])
-                given = context.all_reduce("sum", summed).unbind()
-        else:
-            if not isinstance(summed, Tensor):
-                summed = self._divisors[_replica_id()] = summed()
-            given = summed.unbind()
-        for i, divisor in zip(places, given, strict=True):
-            found[i] = divisor
-        return found
-
 
 def _shape_of(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else value
@@ -338,11 +234,6 @@ class _OutputLoss:
         self.part = part
         self.weight = weight
         self.tracker = tracker
-
-
-def _replica_id() -> int:
-    context = get_replica_context()
-    return -1 if context is None else context._replica_id
 
 
 def _known_trackers(parts: Any) -> dict[str, LossTracker]:
@@ -376,13 +267,6 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _entry(values: Any, place: Any) -> Any:
-    """Return the entry of a list or dict, or ``None``: what does not fit the outputs is refused when they are there."""
-    if isinstance(values, Mapping):
-        return values.get(place)
-    return values[place] if isinstance(place, int) and 0 <= place < len(values) else None
 
 
 def _all_parts(parts: Any) -> Sequence[Any]:

@@ -266,7 +266,7 @@ class Loop(StepLoop):
         if loss is None:
             return contextlib.nullcontext()
         # Also where they are not known: an evaluation may be called in the middle of a fit, by a callback.
-        return loss.knowing(data.labels if self.model._takes_labels_as_given else None)
+        return loss.divisors.knowing(data.labels if self.model._takes_labels_as_given else None)
 
     def _agree_to_stop(self) -> bool:
         stops = self.trainer.stop_training

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.fit.steps import current_step, example_counts
+from torchstrategy.base.values import known_counts
+from torchstrategy.fit.steps import current_step
 from torchstrategy.metrics.mean import Mean
 from torchstrategy.metrics.metric import sum_dtype
 from torchstrategy.strategies.default import get_replica_context
@@ -35,7 +36,7 @@ class LossTracker(Mean):
         Args:
             loss: scalar; the sum over replicas is the batch's mean loss.
         """
-        num_examples, divisor = example_counts(get_replica_context())
+        num_examples, divisor = known_counts(get_replica_context())
         share, tracked = loss.detach(), current_step().tracked
         if tracked:
             self.add_share(share - tracked[-1], 0, divisor)

@@ -14,12 +14,13 @@ import torch
 
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
+from torchstrategy.base.values import mark_windows
 from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.example import initialise_lazy_layers
 from torchstrategy.fit.logs import BatchLogs
-from torchstrategy.fit.steps import StepState, Windows, mark_windows, run_windows
+from torchstrategy.fit.steps import StepState, Windows, run_windows
 from torchstrategy.fit.trainer import trainer_of
 from torchstrategy.fit.tuning import tune_for_fit
 from torchstrategy.replicas import functions
@@ -188,22 +189,23 @@ class StepLoop:
         self, windows: Windows, mode: str
     ) -> Callable[[int, list[Any]], contextlib.AbstractContextManager[None]] | None:
         """Return what tells the losses of a window their divisors, if they need not find them by themselves."""
-        trainer, strategy = self.trainer, self.strategy
-        devices = strategy.placement.devices
-        is_window = mode == "train" and trainer.accumulation > 1
-        # The first batch's labels are looked at in its step.
-        may_look = not self._is_first and mode != "predict" and self.model._takes_labels_as_given
-        if may_look and trainer.loss is not None:
+        loss, strategy = self.trainer.loss, self.strategy
+        if loss is None or mode == "predict":
+            return None
+        divisors, devices = loss.divisors, strategy.placement.devices
+        is_window = mode == "train" and self.trainer.accumulation > 1
+        if not self._is_first and self.model._takes_labels_as_given:  # the first batch's are looked at in its step
             if strategy.workers is not None:
                 # At the start of a step all ranks have just met. In its middle they would wait for each other again.
                 if is_window or (len(devices) == 1 and devices[0].type == "cpu"):
-                    return lambda _, batches: trainer.divided(batches)
+                    return lambda _, batches: divisors.over_replicas(batches)
             elif len(devices) > 1 and (mode == "test" or self._prepare is None):
-                sums = trainer.sum_divisors(windows)
-                if any(divisors is not None for divisors in sums):
-                    using = trainer.loss.using
-                    return lambda number, _: using(sums[number])
-        return (lambda _, batches: trainer.divided(batches, if_several=True)) if is_window else None
+                sums = divisors.of_windows(windows, strategy)
+                if any(sum_ is not None for sum_ in sums):
+                    return lambda number, _: divisors.using(sums[number])
+        # Of one batch, the loss finds the divisor itself.
+        alone = contextlib.nullcontext()
+        return (lambda _, own: divisors.over_replicas(own) if len(own) > 1 else alone) if is_window else None
 
     def _to_arrays(self, outputs: Any) -> Any:
         """Return predictions over all replicas as arrays, in the order of the data."""

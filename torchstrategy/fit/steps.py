@@ -13,12 +13,11 @@ from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import set_within
-from torchstrategy.base.options import ReduceOp
-from torchstrategy.base.values import BatchShares, get_shares, set_shares
+from torchstrategy.base.values import known_counts
 from torchstrategy.gradients.lone_values import serve_lone_values, trains_on_one
 from torchstrategy.strategies.default import get_replica_context
 
-__all__ = ["StepState", "Windows", "current_step", "example_counts", "mark_windows", "run_windows", "sum_divisors"]
+__all__ = ["StepState", "Windows", "current_step", "run_windows"]
 
 #: The batches of one execution; each inner list makes one optimizer step.
 Windows = Sequence[Sequence[Any]]
@@ -52,18 +51,6 @@ _current: ContextVar[StepState] = ContextVar("torchstrategy_training_step", defa
 def current_step() -> StepState:
     """Return the state of this replica's step; outside ``fit`` and its kin, each batch is a step of its own."""
     return _current.get()
-
-
-def mark_windows(windows: Windows) -> None:
-    """Tag the batches of each window with the window's size, which their losses are divided by."""
-    for window in windows:
-        if len(window) == 1:
-            continue
-        tagged = [[(leaf, get_shares(leaf)) for leaf in tree.all_leaves(batch)] for batch in window]
-        found = [[(leaf, shares) for leaf, shares in batch if shares is not None] for batch in tagged]
-        total = sum(batch[0][1].total for batch in found if batch)
-        for leaf, shares in (pair for batch in found for pair in batch):
-            set_shares(leaf, BatchShares(shares.shares, shares.step, (len(window), total)))
 
 
 def run_windows(
@@ -113,43 +100,6 @@ def run_windows(
     return result
 
 
-def example_counts(context: Any) -> tuple[int, int]:
-    """Return a replica's number of examples, and the number that the batch's losses are divided by.
-
-    Args:
-        context: the replica's context.
-
-    Raises:
-        RuntimeError: they are not known.
-    """
-    shares = context.batch_shares
-    if shares is not None:
-        return context._num_own_examples, shares.divisor
-    if context.num_replicas_in_sync == 1:
-        for leaf in tree.all_leaves(context._inputs):
-            if isinstance(leaf, Tensor) and leaf.ndim:
-                return leaf.shape[0], leaf.shape[0]
-    size = int(context.actual_batch_size())  # raises, and says why
-    return size, size
-
-
-def sum_divisors(local: Tensor | None) -> Tensor | Callable[[], Tensor] | None:
-    """Add up over replicas what one replica's losses are divided by. Replica context only.
-
-    Returns:
-        The sum, or what waits for it.
-    """
-    context: Any = get_replica_context()
-    if local is None or context.num_replicas_in_sync == 1:
-        return local
-    strategy = context.strategy
-    if strategy.workers is None or strategy.placement.num_local > 1 or not local.is_cpu:
-        return torch.as_tensor(context.all_reduce(ReduceOp.SUM, local))
-    # The others' numbers are there when the forward pass is done, so nobody waits for them.
-    finish = strategy.workers.start_exchange("the sum of what losses are divided by", local.tolist())
-    return lambda: torch.tensor(finish(), dtype=local.dtype, device="cpu").sum(0)
-
-
 def _moved(batch: Any, device: torch.device) -> Any:
     return tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
@@ -163,7 +113,7 @@ def _check_returned(result: Any, method: str) -> None:
                 "it.)"
             )
         return
-    num_examples = example_counts(get_replica_context())[0]
+    num_examples = known_counts(get_replica_context())[0]
     for leaf in tree.all_leaves(result):
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != num_examples:
             raise ValueError(

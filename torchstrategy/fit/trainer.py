@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy, in_cross_replica_context
-from torchstrategy.base.devices import tensor_device
 from torchstrategy.base.values import get_shares
 from torchstrategy.fit.arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.fit_position import FitPosition
 from torchstrategy.fit.logs import to_number
-from torchstrategy.fit.steps import Windows, current_step, sum_divisors
+from torchstrategy.fit.steps import current_step
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.mirrored import bodies, resolve
@@ -234,37 +231,6 @@ class Trainer:
     def note_example(self, batch: Any) -> None:
         """Remember what the inputs of a batch look like."""
         self.example_input = tree.map_leaves(self._describe, unpack_x_y_sample_weight(batch)[0])
-
-    def sum_divisors(self, windows: Windows) -> list[Tensor | None]:
-        """Return what the losses of each window are divided by, if labels and weights say. Cross-replica context.
-
-        Where all replicas are in this process, adding up here saves them a meeting in each step.
-        """
-        device = self.strategy.placement.devices[0]
-        device = torch.device("cpu") if device.type == "xla" else device  # of which each operation is a program there
-        sums: list[Tensor | None] = []
-        for window in windows:
-            shares = [share for batch in window for share in self.strategy.experimental_local_results(batch)]
-            parts = [part for part in map(self._local_divisors, shares) if part is not None]
-            sums.append(torch.stack([part.to(tensor_device(device)) for part in parts]).sum(0) if parts else None)
-        return sums
-
-    def divided(self, batches: Sequence[Any], *, if_several: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Let the losses of batches be divided by what they have in common. Replica context only.
-
-        Args:
-            batches: of one optimizer step.
-            if_several: leave one batch alone, of which the loss finds the divisor itself.
-        """
-        if self.loss is None or (if_several and len(batches) == 1):
-            return contextlib.nullcontext()
-        parts = [part for part in map(self._local_divisors, batches) if part is not None]
-        local = torch.stack(parts).sum(0) if len(parts) > 1 else next(iter(parts), None)
-        return self.loss.using(sum_divisors(local))
-
-    def _local_divisors(self, batch: Any) -> Tensor | None:
-        _, y, sample_weight = unpack_x_y_sample_weight(batch)
-        return None if y is None or self.loss is None else self.loss.local_divisors(y, sample_weight)
 
     def checkpoint_objects(self, model: Any, dataset: Any = None) -> dict[str, Any]:
         """Return what the next step of ``fit`` depends on, for ``ts.train.Checkpoint``.

@@ -13,7 +13,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, tensor_device
 from torchstrategy.base.options import ReduceOp
-from torchstrategy.base.values import BatchShares, get_shares, regroup, select_replica
+from torchstrategy.base.values import BatchShares, num_rows_of, regroup, select_replica, shares_of
 from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
 from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis
@@ -299,7 +299,7 @@ class ReplicaContext:
             >>> [int(strategy.experimental_local_results(strategy.run(fn, args=(x,)))[0]) for x in dataset]
             [3, 2]
         """
-        found = self._own_shares() if x is None else self._all_shares(x)
+        found = self._own_shares() if x is None else shares_of(x)
         device = tensor_device(self._strategy.placement.devices[self.local_id])
         if len(found) == 1:
             return torch.tensor(found[0].divisor, device=device)
@@ -309,11 +309,9 @@ class ReplicaContext:
                 f"The arguments of the replica function are batches that were split differently: "
                 f"{[s.shares for s in found]}. Say which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
             )
-        if self.num_replicas_in_sync == 1:
-            sizes = [leaf.shape[0] for leaf in tree.all_leaves(self._inputs if x is None else x)
-                     if isinstance(leaf, Tensor) and leaf.dim()]  # fmt: skip
-            if sizes:
-                return torch.tensor(sizes[0], device=device)
+        size = num_rows_of(self._inputs if x is None else x) if self.num_replicas_in_sync == 1 else None
+        if size is not None:
+            return torch.tensor(size, device=device)
         raise RuntimeError(
             "The actual batch size is not known: no argument of the replica function is a batch of a distributed "
             "dataset (a tensor computed from one does not count). Pass the batch itself to `strategy.run`, or say "
@@ -384,16 +382,8 @@ class ReplicaContext:
 
     def _own_shares(self) -> list[BatchShares]:
         if self._found is None:
-            self._found = self._all_shares(self._inputs)
+            self._found = shares_of(self._inputs)
         return self._found
-
-    def _all_shares(self, structure: Any) -> list[BatchShares]:
-        found: dict[BatchShares, None] = {}
-        for leaf in tree.all_leaves(structure):
-            shares = get_shares(leaf)
-            if shares is not None:
-                found[shares] = None
-        return list(found)
 
     def _check_active(self, operation: str) -> None:
         frame = current_frame()

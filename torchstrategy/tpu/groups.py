@@ -20,7 +20,7 @@ from torchstrategy.tpu.device_values import SplitValues
 from torchstrategy.tpu.hosts import check_shares
 from torchstrategy.xla.runtime import TpuRuntime
 
-__all__ = ["Groups", "find_groups", "had_examples", "make_groups", "shares_of", "values_of_group"]
+__all__ = ["Groups", "find_groups", "had_examples", "make_groups", "values_of_group"]
 
 
 class Groups:
@@ -101,16 +101,6 @@ def _signature(value: Any) -> Any:
     except TypeError:
         return id(value)
     return type(value), value
-
-
-def shares_of(arguments: Any) -> list[BatchShares]:
-    """Return how the batches among the arguments were split."""
-    found: dict[BatchShares, None] = {}
-    for leaf in tree.all_leaves(arguments):
-        shares = get_shares(leaf)
-        if shares is not None:
-            found[shares] = None
-    return list(found)
 
 
 def make_groups(runtime: TpuRuntime, placement: Placement, arguments: Any, shares: Sequence[BatchShares]) -> Groups:

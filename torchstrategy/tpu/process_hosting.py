@@ -20,6 +20,7 @@ from torchstrategy.base.context import Frame
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.job import Job
 from torchstrategy.base.options import CommunicationOptions
+from torchstrategy.base.values import shares_of
 from torchstrategy.collectives.joining import join
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.replicas.hosting import DirectHosting
@@ -27,7 +28,6 @@ from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.tpu.empty_shares import make_region
-from torchstrategy.tpu.groups import shares_of
 from torchstrategy.tpu.optimizer_steps import prepare_step
 from torchstrategy.tpu.region import Region
 from torchstrategy.xla.runtime import TpuRuntime

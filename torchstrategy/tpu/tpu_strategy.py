@@ -14,7 +14,7 @@ from torchstrategy.base.context import Frame
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import info_once, logger, warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp, RunOptions
-from torchstrategy.base.values import DistributedValues, PerReplica
+from torchstrategy.base.values import DistributedValues, PerReplica, shares_of
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.tpu import TPUClusterResolver
 from torchstrategy.errors import InvalidArgumentError
@@ -29,7 +29,7 @@ from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.tpu.compilations import Compilations
 from torchstrategy.tpu.device_reductions import as_split, gather_split, reduce_split
 from torchstrategy.tpu.device_values import SplitValues
-from torchstrategy.tpu.groups import had_examples, make_groups, shares_of
+from torchstrategy.tpu.groups import had_examples, make_groups
 from torchstrategy.tpu.process_hosting import ProcessHosting, join_processes
 from torchstrategy.tpu.spmd_hosting import SpmdHosting
 from torchstrategy.tpu.trace import Trace
