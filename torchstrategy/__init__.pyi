@@ -38,7 +38,7 @@ from torchstrategy.collectives.cross_device_ops import NcclAllReduce as NcclAllR
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from torchstrategy.data.distributed_dataset import DistributedDataset as DistributedDataset
 from torchstrategy.data.distributed_dataset import DistributedIterator as DistributedIterator
-from torchstrategy.data.input_context import InputContext as InputContext
+from torchstrategy.data.own_streams import InputContext as InputContext
 from torchstrategy.fit.model import Model as Model
 from torchstrategy.fit.sidecar import SidecarEvaluator as SidecarEvaluator
 from torchstrategy.losses.layer_losses import add_loss as add_loss

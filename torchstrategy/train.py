@@ -1,10 +1,17 @@
 """tf.train's names: checkpoints, and descriptions of clusters."""
 
 from torchstrategy.checkpoint.checkpoint import Checkpoint
-from torchstrategy.checkpoint.directory import CheckpointState, get_checkpoint_state, latest_checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
-from torchstrategy.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
-from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
+from torchstrategy.checkpoint.reader import (
+    CheckpointReader,
+    CheckpointState,
+    get_checkpoint_state,
+    latest_checkpoint,
+    list_variables,
+    load_checkpoint,
+    load_variable,
+)
+from torchstrategy.checkpoint.restoration import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.ps.server.definition import ServerDef
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.job import heartbeat_seconds
 
 
 def test_ten_seconds_unless_the_environment_says_otherwise(monkeypatch):

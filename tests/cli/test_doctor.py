@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.cli.fake_host import FakeHost, make_job, only
-from torchstrategy.cli import collective_checks, doctor
-from torchstrategy.cli.collective_checks import check_backends_here, check_whole_job
+from torchstrategy.cli import doctor
 from torchstrategy.cli.command import main
+from torchstrategy.cli.doctor import check_backends_here, check_whole_job
 from torchstrategy.cli.host import Host
 
 ROOT = Path(__file__).parents[2]
@@ -77,14 +77,14 @@ def test_joining_without_a_job_fails():
 
 
 def test_a_small_collective(process_pool):
-    one_float_s, many_floats_s = process_pool(2).run(collective_checks._time_backend, "gloo", 30.0)[1]
+    one_float_s, many_floats_s = process_pool(2).run(doctor._time_backend, "gloo", 30.0)[1]
     assert one_float_s > 0
     assert many_floats_s > 0
 
 
 def test_a_wrong_sum_is_an_error():
     with pytest.raises(RuntimeError, match="1 of 1 sums are wrong: expected 3, received 2"):
-        collective_checks._time(lambda num_floats: 2 * torch.ones(num_floats), 3)
+        doctor._time(lambda num_floats: 2 * torch.ones(num_floats), 3)
 
 
 def test_a_backend_that_fails(monkeypatch):
@@ -92,7 +92,7 @@ def test_a_backend_that_fails(monkeypatch):
         def __init__(self, *arguments):
             raise TimeoutError("The worker processes did not start")
 
-    monkeypatch.setattr(collective_checks, "ProcessPool", FailingPool)
+    monkeypatch.setattr(doctor, "ProcessPool", FailingPool)
     (finding,) = check_backends_here(FakeHost(), 1.0)
     assert (finding.name, finding.status) == ("gloo", "FAIL")
     assert "did not start" in finding.detail

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.cli.fake_host import FakeHost, make_job, only
-from torchstrategy.cli.network_checks import check_host_name, check_interface_settings, check_proxies
+from torchstrategy.cli.job_checks import check_host_name, check_interface_settings, check_proxies
 
 
 def test_a_host_name_with_a_real_address():

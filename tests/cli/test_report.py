@@ -1,6 +1,6 @@
 import json
 
-from torchstrategy.cli.report import Finding, as_json, as_text, has_failed
+from torchstrategy.cli.host import Finding, as_json, as_text, has_failed
 
 FINDINGS = [
     Finding("Job", "torchrun", "info", "not set"),

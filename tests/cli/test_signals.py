@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException, api
 
-from torchstrategy.cli.signals import SignalReceived, until_signal
+from torchstrategy.cli.launch import SignalReceived, until_signal
 
 
 def register():

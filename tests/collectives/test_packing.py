@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchstrategy.collectives.packing import (
+from torchstrategy.collectives.summing import (
     as_bytes,
     group_by_layout,
     have_own_memory,

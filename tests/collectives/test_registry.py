@@ -5,14 +5,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import torchstrategy as ts
-from torchstrategy.collectives import registry
+from torchstrategy.collectives import routes
 from torchstrategy.collectives.backends import C10dBackend
-from torchstrategy.collectives.registry import make_registered_backend
+from torchstrategy.collectives.routes import make_registered_backend
 
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    monkeypatch.setattr(registry, "_factories", {})
+    monkeypatch.setattr(routes, "_factories", {})
 
 
 def make(name):
@@ -53,7 +53,7 @@ def test_a_taken_name(name):
 def test_names_that_can_not_be_given(name):
     with pytest.raises(ValueError, match="must be another"):
         ts.experimental.register_communication(name, Backend)
-    assert registry._factories == {}
+    assert routes._factories == {}
 
 
 @pytest.mark.parametrize(("name", "factory"), [(3, Backend), ("fine", "not callable")])

@@ -2,7 +2,7 @@ import pytest
 
 import torchstrategy as ts
 from tests.parity.estimator import line_model_fn, seed_input_fn
-from torchstrategy.estimator.checkpoint_variables import as_current, make_global_step
+from torchstrategy.estimator.warm_start import as_current, make_global_step
 
 train = ts.compat.v1.train
 MIRRORED = ["cpu:0", "cpu:1"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchstrategy.data import checks
+from torchstrategy.data import data_order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64])
@@ -11,4 +11,4 @@ from torchstrategy.data import checks
 def test_bytes_of_a_column_are_those_of_its_values(dtype, size):
     column = torch.arange(4 * size).reshape(size, 4).to(dtype)[:, 2]
     expected = column.clone(memory_format=torch.contiguous_format).numpy().tobytes()
-    assert checks.raw_bytes(column, slice(None)) == expected
+    assert data_order.raw_bytes(column, slice(None)) == expected

@@ -11,7 +11,7 @@ from torchstrategy.base.options import InputOptions, InputReplicationMode
 from torchstrategy.base.values import PerReplica, get_shares
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.distribute import distribute_from_function
-from torchstrategy.data.input_context import InputContext
+from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import DisagreementError
 
 PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)

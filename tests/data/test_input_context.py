@@ -1,6 +1,6 @@
 import pytest
 
-from torchstrategy.data.input_context import InputContext
+from torchstrategy.data.own_streams import InputContext
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.utils.data import DataLoader
 
 import torchstrategy as ts
-from torchstrategy.data import splitters
+from torchstrategy.data import split
 
 
 class Graphs:
@@ -26,7 +26,7 @@ class Graphs:
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(splitters, "_splitters", dict(splitters._splitters))
+    monkeypatch.setattr(split, "_splitters", dict(split._splitters))
 
 
 def register():
@@ -130,6 +130,6 @@ def test_moved_to_the_device_of_its_replica():
             moved.device = device
             return moved
 
-    part = splitters.as_splittable(Movable.of(GRAPHS))
+    part = split.as_splittable(Movable.of(GRAPHS))
     assert part.to("meta").value.device == "meta"
-    assert splitters.as_splittable(Graphs.of(GRAPHS)).to("meta").value.sizes == [1, 2, 3, 4, 5]
+    assert split.as_splittable(Graphs.of(GRAPHS)).to("meta").value.sizes == [1, 2, 3, 4, 5]

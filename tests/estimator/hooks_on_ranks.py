@@ -94,7 +94,7 @@ def save_by_unlike_clocks(folder, num_local):
         def before_run(self, run_context):
             now[0] += 4.0 * run_context.session.is_chief
 
-    with mock.patch("torchstrategy.estimator.timers.time.monotonic", side_effect=lambda: now[0]):
+    with mock.patch("torchstrategy.estimator.saver_hook.time.monotonic", side_effect=lambda: now[0]):
         return _train(folder, num_local, [Clock()], save_checkpoints_secs=10)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.estimator.cluster_tasks import Tasks
-from torchstrategy.checkpoint.directory import latest_checkpoint
+from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
 
 MAX_STEPS = 40

@@ -97,7 +97,7 @@ def test_variables_are_shown_under_their_names(tmp_path, lines):
 
 def test_steps_in_a_second(tmp_path, lines, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("torchstrategy.estimator.timers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchstrategy.estimator.saver_hook.time.monotonic", lambda: now[0])
     writer = ts.summary.create_file_writer(tmp_path / "rates")
 
     class Clock(Recorder):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.estimator.cluster_tasks import Tasks
-from torchstrategy.estimator.checkpoint_variables import load_variables
+from torchstrategy.estimator.warm_start import load_variables
 
 JOBS = ("chief", "worker", "worker", "ps", "ps")
 ALL = ("ps0", "ps1", "chief0", "worker0", "worker1", "evaluator0")

@@ -4,7 +4,7 @@ import pytest
 
 import torchstrategy as ts
 from tests.estimator.hook_programs import batches, make_estimator
-from torchstrategy.estimator import timers
+from torchstrategy.estimator import saver_hook
 
 
 class Listener(ts.estimator.CheckpointSaverListener):
@@ -39,7 +39,7 @@ def test_checkpoints_at_the_start_every_so_many_steps_and_at_the_end(tmp_path):
 
 def test_checkpoints_every_so_many_seconds(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(timers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(saver_hook.time, "monotonic", lambda: now[0])
 
     class Clock(ts.estimator.SessionRunHook):
         def before_run(self, run_context):

@@ -3,8 +3,8 @@ import torch
 
 import torchstrategy as ts
 from tests.estimator.hook_programs import Recorder, batches, make_estimator
-from torchstrategy.estimator.checkpoint_variables import make_global_step
 from torchstrategy.estimator.session_hooks import HookCalls
+from torchstrategy.estimator.warm_start import make_global_step
 
 
 def test_hooks_are_called_in_the_order_given(tmp_path):

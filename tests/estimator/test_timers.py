@@ -1,7 +1,7 @@
 import pytest
 
 import torchstrategy as ts
-from torchstrategy.estimator import timers
+from torchstrategy.estimator import saver_hook
 
 
 def test_steps():
@@ -19,7 +19,7 @@ def test_steps():
 
 def test_seconds(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(timers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(saver_hook.time, "monotonic", lambda: now[0])
     timer = ts.estimator.SecondOrStepTimer(every_secs=10)
     timer.update_last_triggered_step(1)
     now[0] = 109.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.fit.class_weights import class_weight_applier
+from torchstrategy.fit.batch_parts import class_weight_applier
 from torchstrategy.fit.inputs import make_batches
 
 WEIGHTS = {0: 2.0, 1: 0.5, 3: 4}

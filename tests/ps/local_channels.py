@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.service import ParameterService
 from torchstrategy.ps.transport.limits import Limits
-from torchstrategy.ps.transport.messages import decode, encode
-from torchstrategy.ps.transport.replies import error_message, raise_error
+from torchstrategy.ps.transport.messages import decode, encode, error_message, raise_error
 
 _numbers = itertools.count()
 

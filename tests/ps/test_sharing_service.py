@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from torchstrategy.ps.service import ParameterService
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import FencedError
+from torchstrategy.ps.transport.messages import FencedError, Message
 
 CREATE = Message("create", {"parts": [[0, 0, "w", True]]}, (torch.ones(2),))
 PULL = Message("pull", {"parts": [[0, 0, -1]]})

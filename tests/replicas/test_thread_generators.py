@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torchstrategy as ts
-from torchstrategy.replicas.thread_generators import own_generator
+from torchstrategy.replicas.random import own_generator
 
 
 class User:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.collectives.groups import no_check
-from torchstrategy.collectives.packing import pack, unpack
+from torchstrategy.collectives.summing import pack, unpack
 from torchstrategy.collectives.xla_backend import XlaBackend
 
 

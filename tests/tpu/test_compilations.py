@@ -9,7 +9,7 @@ from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.tpu import compilations
-from torchstrategy.xla import graph
+from torchstrategy.xla import runtime
 
 TOO_MANY = compilations._TOO_MANY
 
@@ -209,7 +209,7 @@ def test_a_named_function_is_counted_and_shown_by_its_name():
         warnings.simplefilter("always")
         for number in range(TOO_MANY):
             for mode in ("train", "test") if number < TOO_MANY - 1 else ("train",):
-                watch.note(graph.named(functools.partial(step, mode), f"Net.{mode}"), ((torch.ones(number),), {}))
+                watch.note(runtime.named(functools.partial(step, mode), f"Net.{mode}"), ((torch.ones(number),), {}))
                 watch._runtime.compiled += 1
                 watch.look()
     (warning,) = told

@@ -8,8 +8,7 @@ import torchstrategy as ts
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.values import BatchShares
 from torchstrategy.testing.processes import RemoteError
-from torchstrategy.tpu.groups import make_groups
-from torchstrategy.tpu.hosts import compare_programs, describe_program
+from torchstrategy.tpu.groups import compare_programs, describe_program, make_groups
 
 HOSTS = [Placement(2, first, (torch.device("cpu"),), replicas_per_copy=1) for first in (0, 1)]
 

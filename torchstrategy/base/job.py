@@ -1,11 +1,31 @@
-"""The processes that train together, as one of them sees them before it has met the others."""
+"""The processes that train together, as one of them sees them before it has met the others; and their heartbeat."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Job"]
+__all__ = ["Job", "heartbeat_seconds"]
+
+
+def heartbeat_seconds() -> float:
+    """Return after how many seconds without a sign of life a process counts as gone.
+
+    Returns:
+        ``TORCHSTRATEGY_HEARTBEAT_S``, by default 10.
+
+    Raises:
+        ValueError: the variable is no positive number.
+    """
+    text = os.environ.get("TORCHSTRATEGY_HEARTBEAT_S", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"TORCHSTRATEGY_HEARTBEAT_S must be a positive number of seconds. Received: {text!r}")
+    return seconds
 
 
 @dataclass(frozen=True)

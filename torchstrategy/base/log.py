@@ -1,5 +1,7 @@
 """The library's logger: prefixed with the process's rank, silent on ranks other than the chief below WARNING.
 
+And the line of the user's program that a message is about.
+
 Importing installs nothing. The first strategy gives the logger a handler if neither it nor the root logger has one,
 so that the INFO lines of the tf guides appear without a logging set-up.
 """
@@ -7,15 +9,67 @@ so that the INFO lines of the tf guides appear without a logging set-up.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
-__all__ = ["guard_lines", "info_once", "logger", "set_rank", "show_info", "warn_once", "warn_once_at", "warning_once"]
+__all__ = [
+    "CallSite",
+    "call_site",
+    "guard_lines",
+    "info_once",
+    "is_users_file",
+    "logger",
+    "set_rank",
+    "show_info",
+    "users_frame",
+    "warn_once",
+    "warn_once_at",
+    "warning_once",
+]
+
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = f"{Path('torch')}/"
+
+
+class CallSite(NamedTuple):
+    """A line of the user's program: the file's path, the number and the function."""
+
+    path: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).name}:{self.line} ({self.function})" if self.path else "unknown call site"
+
+
+def call_site() -> str:
+    """Return ``file:line (function)`` of the innermost frame outside this library and torch."""
+    return str(users_frame())
+
+
+def users_frame() -> CallSite:
+    """Return the innermost frame outside this library and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return CallSite("", 0, "")
+
+
+@functools.lru_cache(maxsize=1024)
+def is_users_file(file: str) -> bool:
+    """Say whether a file is the user's, and not of this library, of torch or of ``logging``, or generated code."""
+    return not (file.startswith((_PACKAGE, "<")) or f"/{_TORCH}" in file or file == logging.__file__)
+
 
 logger = logging.getLogger("torchstrategy")
 

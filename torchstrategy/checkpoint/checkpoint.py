@@ -16,9 +16,8 @@ from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
-from torchstrategy.checkpoint.restoration import Restoration, join
+from torchstrategy.checkpoint.restoration import CheckpointLoadStatus, InitializationOnlyStatus, Restoration, join
 from torchstrategy.checkpoint.spilling import spilled_to
-from torchstrategy.checkpoint.status import CheckpointLoadStatus, InitializationOnlyStatus
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 from torchstrategy.replicas.record import owner
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.tracked import (
@@ -20,15 +21,52 @@ from torchstrategy.checkpoint.tracked import (
     no_shape_message,
     to_plain,
 )
+from torchstrategy.collectives.summing import in_format_of, memory_order
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
 from torchstrategy.replicas.mirrored import bodies, opened
 from torchstrategy.replicas.on_read import SyncOnReadVariable
-from torchstrategy.replicas.state_formats import align_state
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["track_object"]
+__all__ = ["align_before_step", "align_state", "is_dense", "track_object"]
+
+
+def align_state(optimizer: Optimizer) -> None:
+    """Give what an optimizer remembers of a parameter the parameter's memory format."""
+    for body in bodies(optimizer):
+        for parameter, state in body.state.items():
+            if isinstance(parameter, Tensor) and isinstance(state, dict) and not is_lazy(parameter):
+                _align(parameter, state)
+
+
+def align_before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Do so for a fused step, with the gradients as well, whoever made them; a step pre-hook.
+
+    A parameter that has gaps in its memory, as a part of another tensor, can't be updated by a fused step.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if not is_dense(parameter):
+                group["fused"] = False
+            if grad is not None and not grad.is_sparse and grad.stride() != parameter.stride():
+                parameter.grad = in_format_of(grad, parameter)
+            _align(parameter, optimizer.state.get(parameter, {}))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor's elements lie in memory without gaps, each once."""
+    return tensor.is_contiguous() or memory_order(tensor) is not None
+
+
+def _align(parameter: Tensor, state: dict[str, Any]) -> None:
+    strides, shape = parameter.stride(), parameter.shape
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shape and value.stride() != strides:
+            state[name] = in_format_of(value, parameter)
 
 
 class TrackedModule(Tracked):

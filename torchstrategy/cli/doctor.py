@@ -1,14 +1,21 @@
-"""``torchstrategy doctor``: what a job would see here, and what is wrong with it."""
+"""``torchstrategy doctor``: what a job would see here, what is wrong with it, and whether its processes can meet."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import chain
 
+import torch
+import torch.distributed as dist
+
 from torchstrategy.base.job import Job
-from torchstrategy.cli.collective_checks import check_backends_here, check_whole_job
-from torchstrategy.cli.host import Host
+from torchstrategy.base.options import CommunicationOptions
+from torchstrategy.cli.host import Finding, Host, as_json, as_text, has_failed
 from torchstrategy.cli.host_checks import (
     check_backends,
     check_cores,
@@ -22,14 +29,139 @@ from torchstrategy.cli.host_checks import (
 from torchstrategy.cli.job_checks import (
     check_addresses,
     check_both_sources,
+    check_host_name,
+    check_interface_settings,
+    check_proxies,
     check_store,
     check_stray_variables,
     detect,
 )
-from torchstrategy.cli.network_checks import check_host_name, check_interface_settings, check_proxies
-from torchstrategy.cli.report import Finding, as_json, as_text, has_failed
+from torchstrategy.strategies.default import get_replica_context
+from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+from torchstrategy.testing.processes import ProcessPool, RemoteError
 
-__all__ = ["add_arguments", "examine", "run"]
+__all__ = ["add_arguments", "check_backends_here", "check_whole_job", "examine", "run"]
+
+_SECTION = "Collectives"
+_NUM_FLOATS = 1 << 20
+_REPEATS = 5
+_MAX_GPUS = 8
+_REMEDIES = {
+    "gloo": "look at GLOO_SOCKET_IFNAME and at the host's name above: processes of one host must reach each other",
+    "nccl": "run with NCCL_DEBUG=INFO to see which transport fails; NCCL_P2P_DISABLE=1 tells links between GPUs apart",
+}
+
+
+def check_backends_here(host: Host, timeout_s: float) -> Iterator[Finding]:
+    """All-reduce with each backend between new processes on this host.
+
+    Args:
+        host: this host.
+        timeout_s: seconds for each backend.
+    """
+    if dist.is_gloo_available():
+        yield _between_processes("gloo", 2, timeout_s)
+    if dist.is_nccl_available() and host.num_gpus:
+        yield _between_processes("nccl", min(host.num_gpus, _MAX_GPUS), timeout_s)
+
+
+def check_whole_job(job: Job | None, timeout_s: float) -> Iterator[Finding]:
+    """All-reduce with all ranks of the job, each of which must run this.
+
+    Args:
+        job: the job that this process belongs to.
+        timeout_s: seconds to wait for the others.
+    """
+    if job is None or job.size == 1:
+        remedy = "run it as `torchstrategy launch -m torchstrategy doctor --join`, or with TF_CONFIG on every host"
+        yield Finding(_SECTION, "whole job", "FAIL", "there is no job to join", remedy)
+        return
+    try:
+        strategy = MultiWorkerMirroredStrategy(None, CommunicationOptions(timeout_seconds=timeout_s))
+        times = strategy.run(_time_strategy)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is what was looked for
+        yield _failure(
+            "whole job", _as_line(error), "the lines above may say why; run it on every rank at the same time"
+        )
+        return
+    times_of_first = strategy.experimental_local_results(times)[0]
+    text = f"{strategy.num_replicas_in_sync} replicas of {job.size} processes, {_as_text(*times_of_first)}"
+    yield Finding(_SECTION, "whole job", "ok", text)
+
+
+def _between_processes(backend: str, size: int, timeout_s: float) -> Finding:
+    try:
+        with ProcessPool(size, timeout_s) as pool:
+            results = pool.run(_try_backend, backend, timeout_s)
+    except (RemoteError, TimeoutError) as error:
+        first = next(iter(error.errors.values())) if isinstance(error, RemoteError) else error
+        return _failure(backend, _as_line(first), _REMEDIES[backend])
+    for result in results:
+        if isinstance(result, str):
+            return _failure(backend, result, _REMEDIES[backend])
+    return Finding(_SECTION, backend, "ok", f"{size} process(es) on this host, {_as_text(*results[0])}")
+
+
+def _try_backend(backend: str, timeout_s: float) -> tuple[float, float] | str:
+    """Run in each process: return the seconds, or what went wrong; an exception would print its traceback too."""
+    try:
+        return _time_backend(backend, timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is what was looked for
+        return _as_line(error)
+
+
+def _time_backend(backend: str, timeout_s: float) -> tuple[float, float]:
+    """Return the seconds of an all-reduce of one float and of 4 MiB."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{dist.get_rank()}")
+
+    def all_reduce(num_floats: int) -> torch.Tensor:
+        tensor = torch.ones(num_floats, device=device)
+        dist.all_reduce(tensor)
+        return tensor
+
+    try:
+        return _time(all_reduce, dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _time_strategy() -> tuple[float, float]:
+    context = get_replica_context()
+    if context is None:
+        raise RuntimeError("called outside run")
+    device = context.devices[0]
+    return _time(lambda n: context.all_reduce("SUM", torch.ones(n, device=device)), context.num_replicas_in_sync)
+
+
+def _time(all_reduce: Callable[[int], torch.Tensor], num_replicas: int) -> tuple[float, float]:
+    medians = []
+    for num_floats in (1, _NUM_FLOATS):
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            start = time.perf_counter()
+            sums = all_reduce(num_floats)
+            wrong = int((sums != num_replicas).sum())  # waits for the result
+            seconds.append(time.perf_counter() - start)
+            if wrong:
+                raise RuntimeError(
+                    f"{wrong} of {num_floats} sums are wrong: expected {num_replicas}, received {sums[0].item()}"
+                )
+        medians.append(statistics.median(seconds[1:]))
+    return medians[0], medians[1]
+
+
+def _as_text(one_float_s: float, many_floats_s: float) -> str:
+    return f"all-reduce of one float {one_float_s * 1e3:.2f} ms, of 4 MiB {many_floats_s * 1e3:.2f} ms"
+
+
+def _as_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip()
+
+
+def _failure(name: str, text: str, remedy: str) -> Finding:
+    return Finding(_SECTION, name, "FAIL", "\n".join(text.splitlines()[:8]), remedy)
+
 
 _TIMEOUT_S = 60.0
 

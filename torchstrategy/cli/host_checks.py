@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torchstrategy import patches
 from torchstrategy.base.job import Job
 from torchstrategy.base.version import __version__
-from torchstrategy.cli.host import Host
-from torchstrategy.cli.report import Finding, Status
+from torchstrategy.cli.host import Finding, Host, Status
 from torchstrategy.xla.runtime import check_installation
 
 __all__ = [

@@ -22,10 +22,17 @@ from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
-from torchstrategy.collectives.connections import lookup_name
-from torchstrategy.collectives.control_peer import Message, Peer, frame, lost_record, read_exactly, read_frame
+from torchstrategy.collectives.connections import (
+    Message,
+    Peer,
+    frame,
+    lookup_name,
+    lost_record,
+    read_exactly,
+    read_frame,
+)
 
 __all__ = ["ControlPlane"]
 

@@ -17,7 +17,7 @@ from torchstrategy.base.devices import canonical_device, tensor_device
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
-from torchstrategy.collectives.packing import pack, split_into_packs, unpack
+from torchstrategy.collectives.summing import pack, split_into_packs, unpack
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice", "sum_gradients"]

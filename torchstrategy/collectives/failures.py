@@ -20,10 +20,10 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
-from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
+from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
-from torchstrategy.collectives.control_peer import Message, lost_record
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["FailureWatch", "describe"]

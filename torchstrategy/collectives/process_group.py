@@ -19,7 +19,6 @@ from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives.backends import SumBackend, Wait, from_bytes, outlive_program, route_of, to_bytes
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.packing import as_bytes, group_by_layout, pack, plan_buckets, unpack, unpack_copies
 from torchstrategy.collectives.record_group import RecordGroup, check_equal
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.collectives.routes import (
@@ -30,7 +29,18 @@ from torchstrategy.collectives.routes import (
     wants_overlap,
 )
 from torchstrategy.collectives.shared_memory import SharedMemoryBackend
-from torchstrategy.collectives.summing import as_addable, copy_out, is_addable, sum_columns
+from torchstrategy.collectives.summing import (
+    as_addable,
+    as_bytes,
+    copy_out,
+    group_by_layout,
+    is_addable,
+    pack,
+    plan_buckets,
+    sum_columns,
+    unpack,
+    unpack_copies,
+)
 from torchstrategy.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

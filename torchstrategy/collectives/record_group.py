@@ -19,8 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.labels import label
-from torchstrategy.base.log import warn_once
-from torchstrategy.collectives.call_site import call_site
+from torchstrategy.base.log import call_site, warn_once
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.failures import describe
 from torchstrategy.collectives.records import connect_records

@@ -20,8 +20,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.job import Job
-from torchstrategy.base.log import logger
-from torchstrategy.collectives.call_site import call_site
+from torchstrategy.base.log import call_site, logger
 from torchstrategy.collectives.connections import Ask, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError

@@ -9,4 +9,4 @@ from torchstrategy.data.pipeline.dataset_options import Options as Options
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from torchstrategy.data.pipeline.op import SHARD_HINT as SHARD_HINT
 from torchstrategy.data.pipeline.op import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
-from torchstrategy.data.splitters import register_splitter as register_splitter
+from torchstrategy.data.split import register_splitter as register_splitter

@@ -25,8 +25,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.values import BatchShares
 from torchstrategy.data.example_lists import Examples
-from torchstrategy.data.split import share_bounds, share_sizes
-from torchstrategy.data.splitters import Splittable, as_splittable
+from torchstrategy.data.split import Splittable, as_splittable, share_bounds, share_sizes
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [

@@ -34,8 +34,16 @@ from torchstrategy.data.batch import (
     join_parts,
     split_batch,
 )
-from torchstrategy.data.checks import check_first_batch, held_data
-from torchstrategy.data.data_order import OrderDigest, SharedStream, Workers, check_equal, find_generators, known_length
+from torchstrategy.data.data_order import (
+    OrderDigest,
+    SharedStream,
+    Workers,
+    check_equal,
+    check_first_batch,
+    find_generators,
+    held_data,
+    known_length,
+)
 from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
 from torchstrategy.data.sources import splittable_element

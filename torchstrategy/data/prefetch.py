@@ -19,7 +19,7 @@ from torchstrategy.base.devices import Placement, tensor_device
 from torchstrategy.base.values import BatchShares, PerReplica, set_shares
 from torchstrategy.data.batch import LocalBatch, as_given
 from torchstrategy.data.example_lists import Examples
-from torchstrategy.data.splitters import Splittable
+from torchstrategy.data.split import Splittable
 
 __all__ = ["DeviceCopies", "InFlight"]
 

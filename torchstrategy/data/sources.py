@@ -7,7 +7,7 @@ nothing false reaches a metric.
 
 A batch is taken apart into components (``data/batch.py``), and each component is cut along its examples: tensors
 along their first dimension, lists of examples by their entries, registered types by their splitters
-(``data/splitters.py``). Which lists of a collate function's batch have an entry for each example is found by
+(``data/split.py``). Which lists of a collate function's batch have an entry for each example is found by
 collating another number of examples (``data/example_lists.py``), because sizes can't tell.
 
 A ``Source`` (``data/sources.py``) makes readings, a reading makes ``LocalBatch``es, and the iterator brings them to
@@ -47,8 +47,9 @@ keys and counts, never elements. A reader of files is a function from a path to 
 ``start`` lets it skip without decoding. Readers stream and never map files into memory, so damage is an error that
 names the file.
 
-What processes divide is compared before it is divided (``data/checks.py``): lengths, checksums of tensors, structures
-and dtypes. ``data/prefetch.py`` starts and finishes the copies of an element on one side stream for each device.
+What processes divide is compared before it is divided (``data/data_order.py``): lengths, checksums of tensors,
+structures and dtypes. ``data/prefetch.py`` starts and finishes the copies of an element on one side stream for each
+device.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ from torch.utils.data import DataLoader
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.data.batch import Components, LocalBatch, check_splittable, components, signature, split_batch
-from torchstrategy.data.checks import warn_of_other_values
-from torchstrategy.data.data_order import Workers, check_equal, find_generators, known_length
+from torchstrategy.data.data_order import Workers, check_equal, find_generators, known_length, warn_of_other_values
 from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.position import END, Position, StreamReader, is_resumable
 from torchstrategy.errors import InvalidArgumentError

@@ -24,12 +24,11 @@ from torchstrategy.estimator.heads import LogisticRegressionHead as LogisticRegr
 from torchstrategy.estimator.heads import MultiClassHead as MultiClassHead
 from torchstrategy.estimator.heads import PoissonRegressionHead as PoissonRegressionHead
 from torchstrategy.estimator.heads import RegressionHead as RegressionHead
-from torchstrategy.estimator.input_pipeline_hook import CheckpointInputPipelineHook as CheckpointInputPipelineHook
-from torchstrategy.estimator.logging_hooks import LoggingTensorHook as LoggingTensorHook
-from torchstrategy.estimator.logging_hooks import StepCounterHook as StepCounterHook
 from torchstrategy.estimator.run_config import RunConfig as RunConfig
 from torchstrategy.estimator.run_config import TaskType as TaskType
+from torchstrategy.estimator.saver_hook import CheckpointInputPipelineHook as CheckpointInputPipelineHook
 from torchstrategy.estimator.saver_hook import CheckpointSaverHook as CheckpointSaverHook
+from torchstrategy.estimator.saver_hook import SecondOrStepTimer as SecondOrStepTimer
 from torchstrategy.estimator.session import Session as Session
 from torchstrategy.estimator.session_hooks import CheckpointSaverListener as CheckpointSaverListener
 from torchstrategy.estimator.session_hooks import SessionRunArgs as SessionRunArgs
@@ -45,9 +44,10 @@ from torchstrategy.estimator.stopping_hooks import GlobalStepWaiterHook as Globa
 from torchstrategy.estimator.stopping_hooks import NanLossDuringTrainingError as NanLossDuringTrainingError
 from torchstrategy.estimator.stopping_hooks import NanTensorHook as NanTensorHook
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook as StopAtStepHook
+from torchstrategy.estimator.summary_hooks import LoggingTensorHook as LoggingTensorHook
 from torchstrategy.estimator.summary_hooks import ProfilerHook as ProfilerHook
+from torchstrategy.estimator.summary_hooks import StepCounterHook as StepCounterHook
 from torchstrategy.estimator.summary_hooks import SummarySaverHook as SummarySaverHook
-from torchstrategy.estimator.timers import SecondOrStepTimer as SecondOrStepTimer
 from torchstrategy.estimator.training_and_evaluation import train_and_evaluate as train_and_evaluate
 from torchstrategy.estimator.warm_start import VocabInfo as VocabInfo
 from torchstrategy.estimator.warm_start import WarmStartSettings as WarmStartSettings

@@ -18,7 +18,10 @@ from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.atomic import index_path
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.errors import DataLossError, NotFoundError
-from torchstrategy.estimator.checkpoint_variables import (
+from torchstrategy.estimator.model_fn import call_model_fn
+from torchstrategy.estimator.run_config import RunConfig
+from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
+from torchstrategy.estimator.warm_start import (
     GLOBAL_STEP,
     MODEL,
     OPTIMIZER,
@@ -27,9 +30,6 @@ from torchstrategy.estimator.checkpoint_variables import (
     as_current,
     make_global_step,
 )
-from torchstrategy.estimator.model_fn import call_model_fn
-from torchstrategy.estimator.run_config import RunConfig
-from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy

@@ -18,9 +18,8 @@ from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF_KEY, PredictOutput
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
-from torchstrategy.fit.calling import call_arguments
+from torchstrategy.fit.calling import call_arguments, copy_module
 from torchstrategy.fit.compiled_loss import CompiledLoss
-from torchstrategy.fit.example import copy_module
 from torchstrategy.fit.model import Model
 from torchstrategy.fit.outputs import Outputs
 from torchstrategy.fit.saving import load_model

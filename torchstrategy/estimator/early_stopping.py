@@ -17,8 +17,9 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.directory import latest_checkpoint
+from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
+from torchstrategy.estimator.saver_hook import SecondOrStepTimer
 from torchstrategy.estimator.session_hooks import (
     SessionRunContext,
     SessionRunHook,
@@ -27,7 +28,6 @@ from torchstrategy.estimator.session_hooks import (
     is_asynchronous,
 )
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
-from torchstrategy.estimator.timers import SecondOrStepTimer
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import get_strategy
 

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchstrategy.base.log import logger, show_info
-from torchstrategy.checkpoint.directory import latest_checkpoint
+from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator import evaluation, training
 from torchstrategy.estimator.building import Definition
-from torchstrategy.estimator.checkpoint_variables import as_array, load_variables
+from torchstrategy.estimator.export_outputs import ServingInputReceiver
 from torchstrategy.estimator.model_fn import call_model_fn, verify_model_fn_args
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.saved_model import export_saved_model
-from torchstrategy.estimator.serving_input import ServingInputReceiver
 from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook, show_value
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys, check_hooks, check_listeners
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
-from torchstrategy.estimator.warm_start import WarmStartSettings, as_settings
+from torchstrategy.estimator.warm_start import WarmStartSettings, as_array, as_settings, load_variables
 
 __all__ = ["Estimator"]
 

@@ -15,17 +15,15 @@ from typing_extensions import override
 from torchstrategy.base import tree
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import get_shares
-from torchstrategy.checkpoint.directory import latest_checkpoint
+from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.cluster_resolver.detect import training_nothing
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore, seeded
-from torchstrategy.estimator.checkpoint_variables import as_array
 from torchstrategy.estimator.eval_metrics import write_eval_metrics
-from torchstrategy.estimator.input_batches import open_batches
-from torchstrategy.estimator.session import Session
+from torchstrategy.estimator.session import Session, StepResult, compute_loss, detached, is_first_here, mean, total
 from torchstrategy.estimator.session_hooks import SessionRunContext, SessionRunHook, SessionRunValues
-from torchstrategy.estimator.session_loop import reporting_failures, run_steps
+from torchstrategy.estimator.session_loop import open_batches, reporting_failures, run_steps
 from torchstrategy.estimator.specs import ModeKeys
-from torchstrategy.estimator.step_results import StepResult, compute_loss, detached, is_first_here, mean, total
+from torchstrategy.estimator.warm_start import as_array
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchstrategy.estimator.checkpoint_evaluator import InMemoryEvaluatorHook
 from torchstrategy.estimator.early_stopping import (
     make_early_stopping_hook,
     make_stop_at_checkpoint_step_hook,
@@ -10,7 +11,6 @@ from torchstrategy.estimator.early_stopping import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
-from torchstrategy.estimator.in_memory_evaluator import InMemoryEvaluatorHook
 
 __all__ = [
     "InMemoryEvaluatorHook",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base import tree
 from torchstrategy.base.log import logger
-from torchstrategy.data.input_context import InputContext
+from torchstrategy.data.own_streams import InputContext
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 
 __all__ = [

@@ -17,8 +17,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.log import logger
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import build_restored
-from torchstrategy.estimator.export_outputs import ExportOutput
-from torchstrategy.estimator.serving_input import ServingInputReceiver
+from torchstrategy.estimator.export_outputs import ExportOutput, ServingInputReceiver
 from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.fit.calling import describe_data
 from torchstrategy.fit.exporting import trace

@@ -1,8 +1,13 @@
-"""The hook that writes checkpoints."""
+"""Hooks that write checkpoints, with the position in the data if one asks for it, and when it is time to.
+
+tf keeps it in files beside the checkpoints. Here it is part of them, so that a training that was killed at any moment
+finds a model and a position that belong together.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +15,162 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.session_hooks import (
     CheckpointSaverListener,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    check_estimator,
+    is_asynchronous,
 )
-from torchstrategy.estimator.timers import SecondOrStepTimer
+from torchstrategy.estimator.specs import ModeKeys
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session
 
-__all__ = ["CheckpointSaverHook"]
+__all__ = ["CheckpointInputPipelineHook", "CheckpointSaverHook", "SecondOrStepTimer"]
+
+
+class CheckpointInputPipelineHook(SessionRunHook):
+    """Lets a training that goes on from a checkpoint go on with the data after it, instead of from the data's start.
+
+    Without this hook ``input_fn`` starts anew with each call of ``train``, as in tf. With it a training that was killed
+    and started again sees the batches that an unbroken one would have seen; a training that had come to the end of its
+    data begins anew. Give it to every process, and to every call of ``train`` that shall go on.
+
+    The number of workers may change in between. A dataset with ``state_dict`` and ``load_state_dict`` resumes where it
+    was; of any other the batches are read again up to the position, so their order must be the same: let the data
+    shuffle by torch's default generator, by a ``torch.Generator`` that is its attribute, or by ``ts.data.Dataset``.
+
+    Args:
+        estimator: whose training it is for.
+        external_state_policy: must be ``None``; what the position can't hold is warned of.
+
+    Raises:
+        TypeError: ``estimator`` is no ``Estimator``.
+        ValueError: ``external_state_policy`` is given; or, by the training, its workers are asynchronous.
+
+    Example:
+        >>> estimator = ts.estimator.LinearRegressor([ts.feature_column.numeric_column("x")])
+        >>> hook = ts.estimator.CheckpointInputPipelineHook(estimator)
+    """
+
+    def __init__(self, estimator: Any, external_state_policy: None = None) -> None:
+        check_estimator(estimator)
+        if external_state_policy is not None:
+            raise ValueError(f"external_state_policy must be None. Received: {external_state_policy!r}")
+
+    @override
+    def after_create_session(self, session: Session, coord: Session) -> None:
+        if session.mode != ModeKeys.TRAIN:
+            return
+        if is_asynchronous(session.strategy):
+            raise ValueError(
+                "CheckpointInputPipelineHook can't be used with asynchronous workers: they are at different batches "
+                "when the chief saves a checkpoint. Remove the hook, or train by ts.MultiWorkerMirroredStrategy."
+            )
+        position = _DataPosition(session.dataset)
+        session.checkpoint.input_pipeline = position  # gets the values that were restored for this name
+        if session.global_step > 0 and not position.is_restored:
+            logger.warning(
+                "The checkpoint of step %d holds no position in the data: it was saved without "
+                "CheckpointInputPipelineHook. The data starts anew.",
+                session.global_step,
+            )
+
+
+class _DataPosition:
+    """The position in the data as an object of a checkpoint."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.is_restored = False
+
+    @property
+    def state_is_collective(self) -> bool:
+        return bool(self._dataset.state_is_collective)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._dataset.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state)
+        self.is_restored = True
+
+
+class SecondOrStepTimer:
+    """Says when something is due: every so many seconds or every so many steps.
+
+    Args:
+        every_secs: seconds between two times.
+        every_steps: steps between two times. Exactly one of the two is given.
+
+    Raises:
+        ValueError: both or none are given.
+
+    Example:
+        >>> timer = ts.estimator.SecondOrStepTimer(every_steps=2)
+        >>> timer.should_trigger_for_step(5)  # the first time
+        True
+        >>> timer.update_last_triggered_step(5)
+        (None, None)
+        >>> timer.should_trigger_for_step(6), timer.should_trigger_for_step(7)
+        (False, True)
+    """
+
+    def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
+        if every_secs is None and every_steps is None:
+            raise ValueError("Either every_secs or every_steps should be provided.")
+        if every_secs is not None and every_steps is not None:
+            raise ValueError(
+                f"Can not provide both every_secs and every_steps. Received: {every_secs!r} and {every_steps!r}"
+            )
+        self._every_s = every_secs
+        self._every_steps = every_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last time, so that the next step is due."""
+        self._last_step: int | None = None
+        self._last_s = 0.0
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Say whether it is due.
+
+        Args:
+            step: the step that is asked for.
+
+        Returns:
+            ``True`` at the first step, never twice for one step.
+        """
+        if self._last_step is None:
+            return True
+        if step == self._last_step:
+            return False
+        if self._every_s is not None:
+            return time.monotonic() >= self._last_s + self._every_s
+        return step >= self._last_step + (self._every_steps or 0)
+
+    def update_last_triggered_step(self, step: int) -> tuple[float, int] | tuple[None, None]:
+        """Note that it was done now.
+
+        Args:
+            step: the step at which it was.
+
+        Returns:
+            Seconds and steps since the last time; two ``None`` at the first.
+        """
+        now = time.monotonic()
+        last_step, last_s = self._last_step, self._last_s
+        self._last_step, self._last_s = step, now
+        return (None, None) if last_step is None else (now - last_s, step - last_step)
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last time, or ``None``."""
+        return self._last_step
 
 
 class CheckpointSaverHook(SessionRunHook):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.tree import map_leaves
-from torchstrategy.estimator.checkpoint_variables import as_current
 from torchstrategy.estimator.run_config import RunConfig
+from torchstrategy.estimator.warm_start import as_current
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.replicas.variables import Variable
 

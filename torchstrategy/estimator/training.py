@@ -10,24 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.directory import latest_checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore, seeded
-from torchstrategy.estimator.checkpoint_variables import load_global_step
-from torchstrategy.estimator.input_batches import open_batches
-from torchstrategy.estimator.input_pipeline_hook import CheckpointInputPipelineHook
-from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
 from torchstrategy.estimator.run_config import RunConfig
-from torchstrategy.estimator.saver_hook import CheckpointSaverHook
-from torchstrategy.estimator.session import Session
+from torchstrategy.estimator.saver_hook import CheckpointInputPipelineHook, CheckpointSaverHook
+from torchstrategy.estimator.session import Session, StepResult, compute_loss, detached, is_first_here, mean
 from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook
-from torchstrategy.estimator.session_loop import reporting_failures, run_steps
+from torchstrategy.estimator.session_loop import open_batches, reporting_failures, run_steps
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
-from torchstrategy.estimator.step_results import StepResult, compute_loss, detached, is_first_here, mean
 from torchstrategy.estimator.stopping_hooks import NanTensorHook
-from torchstrategy.estimator.summary_hooks import SummarySaverHook
-from torchstrategy.estimator.warm_start import WarmStartSettings, warm_start
+from torchstrategy.estimator.summary_hooks import LoggingTensorHook, StepCounterHook, SummarySaverHook
+from torchstrategy.estimator.warm_start import WarmStartSettings, load_global_step, warm_start
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context

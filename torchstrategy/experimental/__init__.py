@@ -3,7 +3,7 @@
 from torchstrategy.base.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
 from torchstrategy.base.options import CommunicationImplementation as CollectiveCommunication
 from torchstrategy.base.values import ValueContext
-from torchstrategy.collectives.registry import register_communication
+from torchstrategy.collectives.routes import register_communication
 from torchstrategy.experimental import partitioners
 from torchstrategy.ps import coordinator
 from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy

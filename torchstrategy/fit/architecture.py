@@ -94,7 +94,7 @@ _MOVED = {
     "torchstrategy.metrics.base": "torchstrategy.metrics.metric",
     "torchstrategy.metrics.inputs": "torchstrategy.metrics.metric_inputs",
     "torchstrategy.metrics.names": "torchstrategy.metrics.metric_names",
-    "torchstrategy.metrics.regression": "torchstrategy.metrics.mean_errors",
+    "torchstrategy.metrics.regression": "torchstrategy.metrics.mean",
     "torchstrategy.callbacks": "torchstrategy.fit.callbacks",
     "torchstrategy.training": "torchstrategy.fit",
 }

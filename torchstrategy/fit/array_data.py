@@ -21,8 +21,7 @@ from torch import Tensor
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.data.batch import Components, LocalBatch, division, take
-from torchstrategy.data.checks import checksum
-from torchstrategy.data.data_order import Workers, check_equal
+from torchstrategy.data.data_order import Workers, check_equal, checksum
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 from torchstrategy.fit.arguments import DataArguments, shown_type
 from torchstrategy.fit.batch_parts import pack_x_y_sample_weight

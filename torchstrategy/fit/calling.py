@@ -1,17 +1,158 @@
-"""How a model is called with the ``x`` of a batch, and what is said if that fails the first time."""
+"""How a model is called with the ``x`` of a batch, in which mode, and what is said if that fails the first time."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchstrategy import errors
 from torchstrategy.base import tree
+from torchstrategy.checkpoint.tracked import to_plain
+from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
+from torchstrategy.fit.weight_files import plain_module
+from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import unrecorded
 
-__all__ = ["call_arguments", "describe_data", "explain_failed_call"]
+__all__ = [
+    "Evaluating",
+    "call_arguments",
+    "copy_module",
+    "describe_data",
+    "example_of",
+    "explain_failed_call",
+    "initialise_lazy_layers",
+    "is_described",
+    "map_described",
+    "put_into_training",
+]
+
+
+class Evaluating:
+    """Puts a model into evaluation mode without gradients, and back into the mode of each of its modules."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._no_grad = torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._modes = _modes_of(self._model)
+        self._model.eval()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._no_grad.__exit__(*error)
+        _restore(self._modes)
+
+
+def put_into_training(model: Any) -> None:
+    """Put a model into training mode, but for what the program has frozen and put into evaluation mode.
+
+    That is each module in evaluation mode with parameters of which none is trained, such as a pretrained part with
+    batch norms, and all that is in it; and each one without parameters, such as a dropout, that was put into it by
+    itself.
+
+    Args:
+        model: the model.
+    """
+    kept = [pair for module in _frozen(model, is_alone=True) for pair in _modes_of(module)]
+    model.train()
+    _restore(kept)
+
+
+def _frozen(module: Any, *, is_alone: bool) -> Iterator[Any]:
+    """Yield the outermost modules that stay in evaluation mode.
+
+    Args:
+        module: where to look.
+        is_alone: whether its mode is its own, and not that of a larger part that was put into evaluation mode.
+    """
+    if not module.training:
+        parameters = list(module.parameters())
+        if not any(p.requires_grad for p in parameters) and (parameters or is_alone):
+            yield module
+            return
+    for child in module.children():
+        yield from _frozen(child, is_alone=module.training)
+
+
+def _modes_of(model: Any) -> list[tuple[Any, bool]]:
+    return [(module, module.training) for module in model.modules()]
+
+
+def _restore(modes: list[tuple[Any, bool]]) -> None:
+    for module, training in modes:
+        if module.training is not training:
+            module.training = training
+
+
+def initialise_lazy_layers(model: nn.Module, strategy: Any, batch: Any) -> None:
+    """Call a model that has parameters without a shape once, so that they get one.
+
+    Replicas get copies of the parameters, which must exist by then.
+
+    Args:
+        model: the model.
+        strategy: its strategy.
+        batch: of a distributed dataset.
+    """
+    if any(is_lazy(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())):
+        x = unpack_x_y_sample_weight(strategy.experimental_local_results(batch)[0])[0]
+        with Evaluating(model):
+            model(x)
+
+
+def copy_module(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a plain copy, for one replica and in evaluation mode, of the module that a model was made of.
+
+    Args:
+        model: the model.
+        convert: makes the copy's tensors.
+    """
+    module = bodies(plain_module(model))[0]
+    module = getattr(module, "_orig_mod", module)  # as it was before torch.compile
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_lazy(tensor):
+            value = convert(to_plain(tensor, "a tensor of the model"))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    with unrecorded():
+        copied: nn.Module = copy.deepcopy(module, memo)
+    return copied.eval()
+
+
+def example_of(description: Any, batch_size: int) -> Any:
+    """Return inputs of a batch size: zeros of the shapes and dtypes that the trainer noted."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros((batch_size, *shape[1:]) if shape else (), dtype=dtype)
+
+    return map_described(make, description)
+
+
+def map_described(fn: Callable[[tuple[int, ...], torch.dtype], Any], description: Any) -> Any:
+    """Return a structure of descriptions with each of them replaced by what a function of it returns."""
+    if is_described(description):
+        return fn(*description)
+    if isinstance(description, dict):
+        return type(description)((name, map_described(fn, item)) for name, item in description.items())
+    if isinstance(description, (list, tuple)):
+        items = [map_described(fn, item) for item in description]
+        return type(description)(*items) if hasattr(description, "_fields") else type(description)(items)
+    return description
+
+
+def is_described(value: Any) -> bool:
+    """Say whether a value is the shape and dtype of a tensor."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)
+
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 #: Parameters that are no inputs: those of Keras' layers.

@@ -21,6 +21,7 @@ from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.cluster_resolver.detect import training_nothing
 from torchstrategy.fit.arguments import DataArguments, named_arguments
 from torchstrategy.fit.callbacks.callback_list import CallbackList
+from torchstrategy.fit.calling import Evaluating
 from torchstrategy.fit.cluster_steps import (
     Coordinator,
     ScheduledSteps,
@@ -31,7 +32,6 @@ from torchstrategy.fit.cluster_steps import (
 )
 from torchstrategy.fit.inputs import Batches, DatasetCreator, make_batches
 from torchstrategy.fit.loop import Loop
-from torchstrategy.fit.modes import Evaluating
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 
 __all__ = ["ClusterLoop"]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base import tree
 from torchstrategy.checkpoint.atomic import write_file
-from torchstrategy.fit.calling import call_arguments, describe_data
-from torchstrategy.fit.example import copy_module, example_of
+from torchstrategy.fit.calling import call_arguments, copy_module, describe_data, example_of
 from torchstrategy.fit.trainer import trainer_of
 from torchstrategy.fit.weight_files import strategy_of, write_as_one
 

@@ -17,14 +17,13 @@ import torch
 from torchstrategy.base import tree
 from torchstrategy.base.log import warning_once
 from torchstrategy.fit.arguments import DataArguments, check_counts, warn_of_nan
-from torchstrategy.fit.batch_parts import check_first_batch
+from torchstrategy.fit.batch_parts import check_first_batch, class_weight_applier
+from torchstrategy.fit.callbacks.callback import History
 from torchstrategy.fit.callbacks.callback_list import CallbackList
-from torchstrategy.fit.callbacks.history import History
-from torchstrategy.fit.class_weights import class_weight_applier
+from torchstrategy.fit.calling import Evaluating, put_into_training
 from torchstrategy.fit.fit_arguments import FitArguments
 from torchstrategy.fit.fit_position import FitPosition
 from torchstrategy.fit.inputs import Batches, make_batches, unpack_validation_data
-from torchstrategy.fit.modes import Evaluating, put_into_training
 from torchstrategy.fit.rank_comparison import check_alike
 from torchstrategy.fit.step_loop import StepLoop
 from torchstrategy.fit.validation import Validation, split_arrays

@@ -13,7 +13,7 @@ from torchstrategy.fit.trainable import TrainableModule
 from torchstrategy.fit.trainer import trainer_of
 
 if TYPE_CHECKING:
-    from torchstrategy.fit.callbacks.history import History
+    from torchstrategy.fit.callbacks.callback import History
 
 __all__ = ["Model"]
 

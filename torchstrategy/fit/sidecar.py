@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.checkpoint.atomic import SUFFIX
-from torchstrategy.checkpoint.directory import get_checkpoint_state
-from torchstrategy.checkpoint.reader import load_checkpoint
+from torchstrategy.checkpoint.reader import get_checkpoint_state, load_checkpoint
 from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.fit.callbacks.model_checkpoint import FINISHED
 from torchstrategy.fit.inputs import unpack_x_y_sample_weight

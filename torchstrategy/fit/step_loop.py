@@ -18,13 +18,13 @@ from torchstrategy.base.values import mark_windows
 from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
-from torchstrategy.fit.example import initialise_lazy_layers
+from torchstrategy.fit.calling import initialise_lazy_layers
 from torchstrategy.fit.logs import BatchLogs
 from torchstrategy.fit.steps import StepState, Windows, run_windows
 from torchstrategy.fit.trainer import trainer_of
 from torchstrategy.fit.tuning import tune_for_fit
 from torchstrategy.replicas import functions
-from torchstrategy.xla import graph
+from torchstrategy.xla import runtime
 
 __all__ = ["StepLoop"]
 
@@ -166,9 +166,9 @@ class StepLoop:
                 labels_on_host=self._labels(windows[0][0]) if self._is_first and mode != "predict" else (),
             ),
         )
-        fn = graph.named(work, f"{type(model).__name__}.{mode}_step")
+        fn = runtime.named(work, f"{type(model).__name__}.{mode}_step")
         is_first, self._is_first = self._is_first, False
-        with graph.one_graph():
+        with runtime.one_graph():
             if mode == "predict":  # each step's outputs are needed
                 return [run(fn, args=([window],)) for window in windows]
             outputs = run(fn, args=(windows,))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchstrategy.fit.callbacks.progress import print_line
-from torchstrategy.fit.calling import call_arguments
-from torchstrategy.fit.example import copy_module, example_of
+from torchstrategy.fit.calling import call_arguments, copy_module, example_of
 from torchstrategy.fit.trainer import is_metric, trainer_of
 from torchstrategy.fit.weight_files import plain_module, strategy_of
 from torchstrategy.replicas.mirrored import bodies

@@ -1,12 +1,13 @@
 """torch's own losses, which average over the examples they are given, taken apart: a loss for each element.
 
 A module is copied for each call and the copy's ``reduction`` set to ``"none"``, so the user's object stays as it is,
-and the copy has the weights of the current replica.
+and the copy has the weights of the current replica. ``make_part`` takes apart whatever ``compile`` is given.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchstrategy import errors
+from torchstrategy import errors, losses
+from torchstrategy.base.context import has_strategy
 from torchstrategy.fit import label_checks
 from torchstrategy.fit.label_checks import shape_of
 from torchstrategy.fit.loss_parts import (
+    FunctionLoss,
     LossPart,
+    ObjectLoss,
     check_labels_between_0_and_1,
+    chosen_crossentropy,
+    loss_object,
     one_for_each_example,
     predictions_of,
 )
-from torchstrategy.losses.loss import as_tensor
+from torchstrategy.losses.loss import Loss, as_tensor
 from torchstrategy.replicas.mirrored import resolve
+from torchstrategy.replicas.record import owner
+from torchstrategy.strategies.default import get_strategy
 
-__all__ = ["TorchLoss", "is_torch_function"]
+__all__ = ["TorchLoss", "is_torch_function", "make_part"]
 
 
 @dataclass(frozen=True)
@@ -306,3 +314,51 @@ def _remedy_of_class_shapes(labels: Tensor, scores: Tensor, classes: tuple[int, 
     if scores.ndim > 2 and tuple(labels.shape) == tuple(scores.shape[:-1]):
         return "The classes must be the second axis: y_pred.movedim(-1, 1). (ts.losses takes them last.)"
     return "The model's output must have one number for each class."
+
+
+_CROSSENTROPIES = ("crossentropy", "ce")
+
+
+def make_part(loss: Any) -> LossPart | None:
+    """Return the loss of an output.
+
+    To be called in the strategy's scope: modules made outside it are noted for the strategy.
+
+    Args:
+        loss: a name, an object, a class, a module or a function; ``None`` for no loss.
+
+    Raises:
+        ValueError: the name is not known, or the loss can't be taken apart into those of examples.
+        TypeError: it is nothing of the above.
+    """
+    if loss is None:
+        return None
+    if isinstance(loss, str) and loss.lower() in _CROSSENTROPIES:
+        return _AnyCrossentropy(loss)
+    if inspect.isclass(loss) and issubclass(loss, (Loss, nn.Module)):
+        loss = loss()
+    loss = loss_object(losses.get(loss))
+    if isinstance(loss, Loss):
+        return ObjectLoss(loss)
+    if isinstance(loss, nn.Module):
+        part = TorchLoss(loss)
+        _note_for_the_strategy(loss)
+        return part
+    return TorchLoss(loss) if is_torch_function(loss) else FunctionLoss(loss)
+
+
+class _AnyCrossentropy(LossPart):
+    """``loss="crossentropy"``: the one that fits the shapes."""
+
+    def losses(self, y: Any, y_pred: Tensor) -> Tensor:
+        return ObjectLoss(chosen_crossentropy(y, y_pred)).losses(y, y_pred)
+
+    def check(self, y: Any, y_pred: Tensor) -> None:
+        ObjectLoss(chosen_crossentropy(y, y_pred)).check(y, y_pred)
+
+
+def _note_for_the_strategy(module: nn.Module) -> None:
+    """Let each replica have the module's weights, which may have been made outside the scope, on its device."""
+    if has_strategy() and owner(module) is None:
+        for part in module.modules():
+            get_strategy().record.add(part)

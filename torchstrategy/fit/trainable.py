@@ -19,7 +19,7 @@ from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy
 
 if TYPE_CHECKING:
-    from torchstrategy.fit.callbacks.history import History
+    from torchstrategy.fit.callbacks.callback import History
     from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["TrainableModule"]

@@ -21,9 +21,8 @@ from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 
 if TYPE_CHECKING:
-    from torchstrategy.fit.compiled_loss import CompiledLoss
+    from torchstrategy.fit.compiled_loss import CompiledLoss, LossTracker
     from torchstrategy.fit.compiled_metrics import CompiledMetrics
-    from torchstrategy.fit.loss_tracker import LossTracker
     from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Trainer", "is_metric", "trainer_of"]
@@ -80,9 +79,8 @@ class Trainer:
             arguments: those of ``Model.compile``.
         """
         # Metrics import torchmetrics, which takes a second.
-        from torchstrategy.fit.compiled_loss import CompiledLoss  # noqa: PLC0415
+        from torchstrategy.fit.compiled_loss import CompiledLoss, LossTracker  # noqa: PLC0415
         from torchstrategy.fit.compiled_metrics import CompiledMetrics  # noqa: PLC0415
-        from torchstrategy.fit.loss_tracker import LossTracker  # noqa: PLC0415
         from torchstrategy.optimizers.by_name import make_optimizer  # noqa: PLC0415
 
         self._check_scope(model)

@@ -15,13 +15,13 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.fit.example import copy_module
+from torchstrategy.checkpoint.objects import align_before_step, align_state, is_dense
+from torchstrategy.fit.calling import copy_module
 from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.optimizers.by_name import plain_class
 from torchstrategy.patches import keep_freed_memory
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
-from torchstrategy.replicas.state_formats import align_before_step, align_state, is_dense
 
 __all__ = ["tune", "tune_for_fit"]
 

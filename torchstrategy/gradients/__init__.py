@@ -38,7 +38,7 @@ Between processes the parameters are compared as well: the first two sums of an 
 (``fingerprints.py``). All ranks are meant to hold equal bits; only where those differ are values compared, with a
 tolerance. A checkpoint that is loaded on the chief only would otherwise train on in silence; since every record tells
 how often the parameters were written to and a digest of the optimizer's hyper-parameters
-(``replicas/hyper_parameters.py``), such a load and a rate that is set on one rank are found at the next sum. The
+(``replicas/divergence.py``), such a load and a rate that is set on one rank are found at the next sum. The
 comparison rides on the sum because that is a point which all ranks reach; ``run`` itself needs no communication, so a
 rank may run an evaluation alone. The record says which optimizer is summed, by the order of first sums, so that ranks
 that step different ones are told so. Central storage compares no hyper-parameters, since one copy steps for all; and

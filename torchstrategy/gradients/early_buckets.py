@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.packing import plan_buckets
-from torchstrategy.gradients.buckets import Bucket
+from torchstrategy.collectives.summing import plan_buckets
+from torchstrategy.gradients.dense import Bucket
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.plan import Plan
 

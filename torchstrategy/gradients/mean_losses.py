@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchstrategy.base.log import warn_once_at
-from torchstrategy.collectives.call_site import CallSite, users_frame
+from torchstrategy.base.log import CallSite, users_frame, warn_once_at
 
 __all__ = ["NUM_LOOKS", "FoundMean", "MeanLossCheck"]
 

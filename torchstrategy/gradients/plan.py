@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.packing import USES_OF_OWN_STORAGE, WITH_STORAGES, memory_order
+from torchstrategy.collectives.summing import USES_OF_OWN_STORAGE, WITH_STORAGES, memory_order
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.notes import State
 

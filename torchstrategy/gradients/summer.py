@@ -16,27 +16,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base.devices import Placement, tensor_device
-from torchstrategy.base.fingerprints import fingerprints
-from torchstrategy.base.log import warn_once
+from torchstrategy.base.log import call_site, warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import PerReplica
-from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.packing import in_format_of
 from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.collectives.summing import in_format_of
 from torchstrategy.errors import DisagreementError
-from torchstrategy.gradients.buckets import OPERATION, sum_in_buckets
-from torchstrategy.gradients.dense import DenseSums
+from torchstrategy.gradients.dense import OPERATION, DenseSums, sum_in_buckets
 from torchstrategy.gradients.early import EarlyReport, EarlySums
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
-from torchstrategy.gradients.notes import State
+from torchstrategy.gradients.notes import State, fingerprints
 from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
 from torchstrategy.gradients.sync_check import compare_between_ranks, names_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.clone import Slot
-from torchstrategy.replicas.hyper_parameters import check_rows, hyper_parameters
-from torchstrategy.replicas.hyper_parameters import digest as digest_of
+from torchstrategy.replicas.divergence import check_rows, hyper_parameters
+from torchstrategy.replicas.divergence import digest as digest_of
 
 __all__ = [
     "GradientSum",

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchstrategy.base.fingerprints import fingerprints
 from torchstrategy.base.log import logger, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError, DivergenceError
+from torchstrategy.gradients.notes import fingerprints
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference
 from torchstrategy.replicas.hosting import Hosting

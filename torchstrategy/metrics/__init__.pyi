@@ -14,11 +14,11 @@ from torchstrategy.metrics.confusion import TruePositives as TruePositives
 from torchstrategy.metrics.iou import IoU as IoU
 from torchstrategy.metrics.iou import MeanIoU as MeanIoU
 from torchstrategy.metrics.mean import Mean as Mean
+from torchstrategy.metrics.mean import MeanAbsoluteError as MeanAbsoluteError
+from torchstrategy.metrics.mean import MeanAbsolutePercentageError as MeanAbsolutePercentageError
 from torchstrategy.metrics.mean import MeanMetricWrapper as MeanMetricWrapper
+from torchstrategy.metrics.mean import MeanSquaredError as MeanSquaredError
+from torchstrategy.metrics.mean import RootMeanSquaredError as RootMeanSquaredError
 from torchstrategy.metrics.mean import Sum as Sum
-from torchstrategy.metrics.mean_errors import MeanAbsoluteError as MeanAbsoluteError
-from torchstrategy.metrics.mean_errors import MeanAbsolutePercentageError as MeanAbsolutePercentageError
-from torchstrategy.metrics.mean_errors import MeanSquaredError as MeanSquaredError
-from torchstrategy.metrics.mean_errors import RootMeanSquaredError as RootMeanSquaredError
 from torchstrategy.metrics.metric import Metric as Metric
 from torchstrategy.metrics.metric_names import get as get

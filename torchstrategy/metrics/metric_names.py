@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchstrategy import losses
 from torchstrategy.base.names import find, snake_case
-from torchstrategy.metrics import auc, classification, confusion, mean, mean_errors
+from torchstrategy.metrics import auc, classification, confusion, mean
 from torchstrategy.metrics.classification import equal_above, in_top_k_dense, in_top_k_sparse
 from torchstrategy.metrics.mean import MeanMetricWrapper
 from torchstrategy.metrics.metric_inputs import as_pair
@@ -160,7 +160,7 @@ def _maker_of_mean(name: str, loss: Callable[..., Tensor]) -> Callable[[], MeanM
 
 def _makers() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
-    for module in (auc, classification, confusion, mean, mean_errors):
+    for module in (auc, classification, confusion, mean):
         for name in module.__all__:
             cls = getattr(module, name)
             # The others, which are no complete metrics or need arguments, are only reached as classes.

@@ -22,17 +22,17 @@ from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
-from torchstrategy.data.input_context import InputContext
+from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.gradients.hooks import install
 from torchstrategy.ps.bindings import Kind
 from torchstrategy.ps.served import Served, make_served
-from torchstrategy.ps.shared_updates import SharedStep, SharedVariable, push_steps
+from torchstrategy.ps.served_optimizers import SharedStep, SharedVariable, push_steps
 from torchstrategy.ps.sharing import SharedValues
 from torchstrategy.ps.sharing_client import SharingClient, SharingLink, connect, finish
 from torchstrategy.ps.transport.control_loop import ControlLoop
-from torchstrategy.ps.transport.packages import require
 from torchstrategy.ps.transport.secret import find_secret
+from torchstrategy.ps.transport.sockets import require
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base.devices import tensor_device
 from torchstrategy.ps.behind import ParameterBehind, PulledParameter
-from torchstrategy.ps.rows import rows_of
+from torchstrategy.ps.layout import rows_of
 
 if TYPE_CHECKING:
     from torchstrategy.ps.client import ParameterClient

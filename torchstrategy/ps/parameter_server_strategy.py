@@ -18,7 +18,7 @@ from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
-from torchstrategy.data.input_context import InputContext
+from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.bindings import Bindings
 from torchstrategy.ps.client import ParameterClient
@@ -29,8 +29,8 @@ from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_hosting import ServedHosting
 from torchstrategy.ps.shipping import Shipper
 from torchstrategy.ps.transport.control_loop import ControlLoop
-from torchstrategy.ps.transport.packages import require
 from torchstrategy.ps.transport.secret import find_secret
+from torchstrategy.ps.transport.sockets import require
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended

@@ -20,7 +20,7 @@ from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.spilling import new_tensor
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.ps.bindings import Binding, Bindings, Kind, can_require_grad
-from torchstrategy.ps.rows import check_padding_index, to_row_numbers, to_row_values
+from torchstrategy.ps.layout import check_padding_index, to_row_numbers, to_row_values
 from torchstrategy.replicas.distributed_variables import replaced
 from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy
 

@@ -38,8 +38,7 @@ from torchstrategy.ps.optimizer_updates import Definition, Gradient, ServedOptim
 from torchstrategy.ps.sharing_service import CHIEF, SHARING_ROLES, SharedTraining
 from torchstrategy.ps.store import Key, ParameterStore
 from torchstrategy.ps.transport.client_session import Session
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import error_message
+from torchstrategy.ps.transport.messages import Message, error_message
 
 __all__ = ["ParameterService"]
 

@@ -25,8 +25,7 @@ from torchstrategy.ps.links import (
 )
 from torchstrategy.ps.sharing_service import CHIEF, TASK
 from torchstrategy.ps.transport.control_loop import ControlLoop
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import FencedError
+from torchstrategy.ps.transport.messages import FencedError, Message
 from torchstrategy.ps.transport.secret import Secret
 
 __all__ = ["SharedLayout", "SharingClient", "SharingLink", "connect", "finish"]

@@ -19,8 +19,7 @@ from collections.abc import Collection
 from typing import Any
 
 from torchstrategy.ps.transport.client_session import Session
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import FencedError
+from torchstrategy.ps.transport.messages import FencedError, Message
 
 __all__ = ["CHIEF", "SHARING_ROLES", "TASK", "SharedTraining"]
 

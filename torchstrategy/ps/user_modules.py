@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchstrategy.ps.transport.packages import cloudpickle
+from torchstrategy.ps.transport.sockets import cloudpickle
 
 __all__ = ["CodePickler", "dumps", "is_sent_by_value", "pickled_by_value"]
 

@@ -36,10 +36,9 @@ from torchstrategy.replicas.copies import (
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
-from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
+from torchstrategy.replicas.object_hooks import Belongings, belongings_of, is_plain, push_belongings
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
-from torchstrategy.replicas.snapshots import is_plain
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["ReplicaSet", "Slot"]

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
-from torchstrategy.replicas.object_hooks import copy_parameter_hooks
+from torchstrategy.replicas.object_hooks import SCALARS, copy_parameter_hooks, is_plain
 from torchstrategy.replicas.record import unrecorded
-from torchstrategy.replicas.snapshots import SCALARS, is_plain
 
 __all__ = [
     "Memo",

@@ -34,7 +34,7 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import visible_devices
 from torchstrategy.base.log import info_once, logger
 from torchstrategy.replicas.adapters import is_a
-from torchstrategy.xla import graph, system
+from torchstrategy.xla import runtime, system
 
 __all__ = ["function", "functions_run_eagerly", "run_functions_eagerly"]
 
@@ -327,7 +327,7 @@ class _Switch:
 
 def _call(func: Callable[..., Any], how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     token = _current_call.set(_start(how))
-    in_graph = contextlib.nullcontext() if current_replica_context() is not None else graph.one_graph()
+    in_graph = contextlib.nullcontext() if current_replica_context() is not None else runtime.one_graph()
     try:
         with in_graph:
             return func(*args, **kwargs)

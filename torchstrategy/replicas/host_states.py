@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.log import warn_once
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock
-from torchstrategy.collectives.packing import in_memory_order, memory_order
+from torchstrategy.collectives.summing import in_memory_order, memory_order
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["Place", "StateSharing"]

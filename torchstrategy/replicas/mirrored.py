@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.object_hooks import Hooks
-from torchstrategy.replicas.snapshots import SCALARS, differ, snapshot
+from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, snapshot
 
 __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
 

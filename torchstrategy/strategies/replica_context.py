@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.log import call_site
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import BatchShares, num_rows_of, regroup, select_replica, shares_of
 from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
-from torchstrategy.collectives.call_site import call_site
 from torchstrategy.collectives.reductions import check_gather_axis
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.gradients.summer import optimizer_parameters

@@ -19,8 +19,8 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllRe
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, gather, gather_sizes
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
-from torchstrategy.data.input_context import InputContext
 from torchstrategy.data.numpy import make_numpy_dataset
+from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
 from torchstrategy.gradients.hooks import install, watch
 from torchstrategy.gradients.ledger import GradientLedger

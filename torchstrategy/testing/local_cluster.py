@@ -28,7 +28,7 @@ import torch
 from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
-from torchstrategy.collectives.control_peer import is_stopped
+from torchstrategy.collectives.connections import is_stopped
 from torchstrategy.ps.server import Server
 from torchstrategy.testing.processes import process_context
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchstrategy.base import tree
 from torchstrategy.base.values import DistributedValues
 from torchstrategy.tpu.device_values import SplitValues
-from torchstrategy.xla import graph
+from torchstrategy.xla import runtime
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["Compilations"]
@@ -81,8 +81,8 @@ class Compilations:
             fn: the replica function.
             arguments: its positional and its keyword arguments.
         """
-        if not graph.in_function() or self._graph != graph.number():
-            self._graph = graph.number()
+        if not runtime.in_function() or self._graph != runtime.number():
+            self._graph = runtime.number()
             self._calls.clear()
             self._before = self._runtime.num_compilations()
         self._calls.append(_Call(fn, arguments))
@@ -206,9 +206,9 @@ def _plain(fn: Any) -> Any:
 def _code(fn: Any) -> Any:
     """Return what functions that are made anew for each step have in common."""
     plain = _plain(fn)
-    return graph.name_of(fn) or getattr(plain, "__code__", None) or type(plain)
+    return runtime.name_of(fn) or getattr(plain, "__code__", None) or type(plain)
 
 
 def _name(fn: Any) -> str:
     plain = _plain(fn)
-    return graph.name_of(fn) or getattr(plain, "__qualname__", type(plain).__name__).rpartition("<locals>.")[2]
+    return runtime.name_of(fn) or getattr(plain, "__qualname__", type(plain).__name__).rpartition("<locals>.")[2]

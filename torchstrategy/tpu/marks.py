@@ -1,15 +1,98 @@
-"""Which plain tensors of the device are local: a note on the tensor itself, of where it was computed."""
+"""Which plain tensors of the device are local: a note on the tensor itself, of the line where it was computed."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
-from torchstrategy.tpu.call_sites import Site
+__all__ = [
+    "MARK",
+    "Site",
+    "any_local",
+    "any_on_device",
+    "describe_site",
+    "find_site",
+    "forget_backward",
+    "get_mark",
+    "is_on_device",
+    "with_defaults",
+]
 
-__all__ = ["MARK", "any_local", "any_on_device", "get_mark", "is_on_device", "with_defaults"]
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = f"/{Path('torch')}/"
+_is_users: dict[str, bool] = {}
+_BACKWARD = _engine_run_backward.__code__
+
+
+class Site(NamedTuple):
+    """An operation, and the innermost frame of the user's that called it: its code and the instruction there."""
+
+    operation: Any
+    code: CodeType | None
+    instruction: int
+
+
+class _Backward(threading.local):
+    """The running backward pass, all of whose operations have one call site."""
+
+    frame: FrameType | None = None
+    site: tuple[CodeType | None, int] = (None, 0)
+
+
+_backward = _Backward()
+
+
+def find_site(operation: Any) -> Site:
+    """Note the innermost frame outside this library and torch."""
+    frame = sys._getframe(2)
+    if frame.f_code is not _BACKWARD:
+        return Site(operation, *_find_users(frame))
+    if _backward.frame is not frame:
+        _backward.frame, _backward.site = frame, _find_users(frame)
+    return Site(operation, *_backward.site)
+
+
+def forget_backward() -> None:
+    """Let go of the last backward pass."""
+    _backward.frame = None
+
+
+def _find_users(frame: FrameType | None) -> tuple[CodeType | None, int]:
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename  # whose hash is kept, where that of a code object is computed each time
+        try:
+            known = _is_users[file]
+        except KeyError:
+            known = _is_users[file] = _is_users_file(file)
+        if known:
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return None, 0
+
+
+def describe_site(site: Site) -> str:
+    """Return for example ``aten.relu at train.py:12 (step)``."""
+    name = "its use" if site.operation is None else str(site.operation).removesuffix(".default")
+    code = site.code
+    if code is None:
+        return name
+    line = next(
+        (line for start, end, line in code.co_lines() if start <= site.instruction < end and line), code.co_firstlineno
+    )
+    return f"{name} at {Path(code.co_filename).name}:{line} ({code.co_name})"
+
+
+def _is_users_file(file: str) -> bool:
+    return not (file.startswith((_PACKAGE, "<")) or _TORCH in file or "/torch_xla/" in file)
+
 
 #: Attribute of a plain tensor: its `Site` if it is local.
 MARK = "_torchstrategy_local"

@@ -20,7 +20,7 @@ from torchstrategy.replicas.adapters import OutsideCall, is_a, prepare_body, reg
 from torchstrategy.replicas.metric_states import is_metric, metrics_of
 from torchstrategy.tpu.state import ReplicaState
 from torchstrategy.tpu.trace import Trace
-from torchstrategy.xla import graph
+from torchstrategy.xla import runtime
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["SpmdMetrics"]
@@ -239,7 +239,7 @@ class SpmdMetrics:
         Args:
             obj: a metric, a collection or a wrapper.
         """
-        if graph.in_function():
+        if runtime.in_function():
             self._runtime.sync()
         family = [module for _, module in obj.named_modules()]
         on_host = {id(module): self._on_host(module) for module in family}

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 
 from torchstrategy.tpu.batch_norm import run_batch_norm, run_batch_norm_backward
-from torchstrategy.tpu.call_sites import Site
-from torchstrategy.tpu.marks import any_on_device, is_on_device, with_defaults
+from torchstrategy.tpu.marks import Site, any_on_device, is_on_device, with_defaults
 from torchstrategy.tpu.protocols import AnyRegion
 from torchstrategy.tpu.random_draws import RANDOM, run_random
 from torchstrategy.tpu.refusals import (

@@ -27,9 +27,9 @@ from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
-from torchstrategy.tpu.empty_shares import make_region
 from torchstrategy.tpu.optimizer_steps import prepare_step
 from torchstrategy.tpu.region import Region
+from torchstrategy.tpu.trace import make_region
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["ProcessHosting", "join_processes", "send_to_device"]

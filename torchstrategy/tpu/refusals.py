@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.call_site import call_site, is_users_file
+from torchstrategy.base.log import call_site, is_users_file
 from torchstrategy.tpu.batch_norm import reads_batch_count
 from torchstrategy.tpu.marks import any_on_device, is_on_device, with_defaults
 from torchstrategy.tpu.protocols import AnyRegion

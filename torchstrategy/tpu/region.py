@@ -18,9 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
 from torchstrategy.tpu import device_module
-from torchstrategy.tpu.call_sites import Site, describe_site, find_site, forget_backward
 from torchstrategy.tpu.calls import allowed_calls, refused_calls
-from torchstrategy.tpu.marks import MARK, any_local, get_mark, is_on_device
+from torchstrategy.tpu.marks import (
+    MARK,
+    Site,
+    any_local,
+    describe_site,
+    find_site,
+    forget_backward,
+    get_mark,
+    is_on_device,
+)
 from torchstrategy.tpu.operations import HANDLERS, NUMBERS, TENSOR_PLACES, WRITERS, handler_of
 from torchstrategy.xla.kernels import KEYS
 from torchstrategy.xla.runtime import TpuRuntime

@@ -24,18 +24,15 @@ from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import CallerModes, DirectHosting
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner
-from torchstrategy.tpu.gradients import SpmdGradients
-from torchstrategy.tpu.groups import values_of_group
-from torchstrategy.tpu.hosts import compare_programs, describe_program
+from torchstrategy.tpu.groups import compare_programs, describe_program, values_of_group
 from torchstrategy.tpu.metrics import SpmdMetrics
-from torchstrategy.tpu.optimizer_steps import prepare_step
+from torchstrategy.tpu.optimizer_steps import SpmdGradients, prepare_step
 from torchstrategy.tpu.process_hosting import send_to_device
-from torchstrategy.tpu.returned import join_results
+from torchstrategy.tpu.protocols import SpmdReplicaContext
 from torchstrategy.tpu.state import Comparisons, ReplicaState, refuse_different
-from torchstrategy.tpu.trace import Trace
-from torchstrategy.tpu.traced_context import SpmdReplicaContext
+from torchstrategy.tpu.trace import Trace, join_results
 from torchstrategy.tpu.turns import GroupTurns
-from torchstrategy.xla import graph
+from torchstrategy.xla import runtime
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["SpmdHosting"]
@@ -285,7 +282,7 @@ class SpmdHosting(DirectHosting):
                 "A variable that each replica writes for itself can't be read over several hosts that drive their "
                 "devices together. Start one process for each chip, or return its value from the replica function."
             )
-        if graph.in_function():
+        if runtime.in_function():
             self._runtime.sync()
         with torch._C.DisableTorchFunctionSubclass():
             rows = self.state.rows(tensor)

@@ -27,14 +27,13 @@ from torchstrategy.strategies.replica_values import inputs_of
 from torchstrategy.strategies.scope import Scope
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.tpu.compilations import Compilations
-from torchstrategy.tpu.device_reductions import as_split, gather_split, reduce_split
-from torchstrategy.tpu.device_values import SplitValues
+from torchstrategy.tpu.device_values import SplitValues, as_split, gather_split, reduce_split
 from torchstrategy.tpu.groups import had_examples, make_groups
 from torchstrategy.tpu.process_hosting import ProcessHosting, join_processes
+from torchstrategy.tpu.protocols import SpmdReplicaContext
 from torchstrategy.tpu.spmd_hosting import SpmdHosting
 from torchstrategy.tpu.trace import Trace
-from torchstrategy.tpu.traced_context import SpmdReplicaContext
-from torchstrategy.xla import graph
+from torchstrategy.xla import runtime
 from torchstrategy.xla.system import require_initialized
 
 __all__ = ["TPUStrategy"]
@@ -265,12 +264,12 @@ class TPUStrategy(Strategy):
             self._compilations.forget()
         self._compilations.note(fn, (args, kwargs))
         result = self._run_spmd(fn, args, kwargs) if self.workers is None else super()._run_replicas(fn, args, kwargs)
-        if not graph.in_function():
+        if not runtime.in_function():
             warn_once(
                 "`run` was called outside a `ts.function`: each call is a graph of its own, and what is done with its "
                 "results another one. Decorate the function that calls `run` with `@ts.function`."
             )
-        graph.cut(self.runtime, self._after_graph)
+        runtime.cut(self.runtime, self._after_graph)
         return result
 
     def _after_graph(self) -> None:

@@ -15,7 +15,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import torchstrategy as ts
-from torchstrategy.data.pipeline.node import Node
+from torchstrategy.data.pipeline.op import Node
 from torchstrategy.data.pipeline.parallel import Prefetch
 
 Dataset = ts.data.Dataset
@@ -279,7 +279,7 @@ def test_torchdatas_stateful_loader(num_workers):
 LEAVES_EARLY = """
 import torch
 import torchstrategy as ts
-from torchstrategy.data.pipeline.node import Node
+from torchstrategy.data.pipeline.op import Node
 from torchstrategy.data.pipeline.parallel import Prefetch
 
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@ import types
 import pytest
 import torchmetrics
 
-from torchstrategy.fit.callbacks.monitor import Goal, check_mode, find_goal, read_monitored
+from torchstrategy.fit.callbacks.stopping import Goal, check_mode, find_goal, read_monitored
 
 
 def goal(monitor, mode="auto", metrics=(), names=None):

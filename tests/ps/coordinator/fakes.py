@@ -9,7 +9,7 @@ from collections import deque
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.coordinator.closures import Closure
 from torchstrategy.ps.coordinator.cluster import Cluster
-from torchstrategy.ps.coordinator.remote_value import RemoteValue
+from torchstrategy.ps.coordinator.per_worker import RemoteValue
 from torchstrategy.ps.results import encode_error, encode_result
 from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.messages import Message

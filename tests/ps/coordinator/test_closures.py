@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.ps.coordinator import remote_value
+from torchstrategy.ps.coordinator import per_worker
 from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
-from torchstrategy.ps.coordinator.remote_value import RemoteValue
+from torchstrategy.ps.coordinator.per_worker import RemoteValue
 
 
 def nothing(waited_s):
@@ -274,7 +274,7 @@ def test_value_is_no_argument_mark():
 
 def test_waiting_threads_say_what_for(monkeypatch):
     monkeypatch.setattr("torchstrategy.ps.coordinator.closures.WAKE_UP_S", 0.01)
-    monkeypatch.setattr(remote_value, "WAKE_UP_S", 0.01)
+    monkeypatch.setattr(per_worker, "WAKE_UP_S", 0.01)
     said = threading.Event()
     queue = ClosureQueue(lambda waited_s: said.set())
     queue.put(closure()[0])

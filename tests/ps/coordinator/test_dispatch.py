@@ -6,8 +6,7 @@ import pytest
 import torchstrategy as ts
 from tests.ps.coordinator.fakes import FakeCluster, definition, error_reply
 from torchstrategy.base.values import PerWorkerValues
-from torchstrategy.ps.coordinator.per_worker import Resource
-from torchstrategy.ps.coordinator.remote_value import RemoteValue
+from torchstrategy.ps.coordinator.per_worker import RemoteValue, Resource
 from torchstrategy.ps.transport.messages import Message
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import torchstrategy as ts
-from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.ps.states import WorkerState
 
 

@@ -14,8 +14,7 @@ from torchstrategy.ps.current_worker import current_worker_index
 from torchstrategy.ps.results import decode_error, decode_result, decode_side
 from torchstrategy.ps.server.worker_service import WorkerService
 from torchstrategy.ps.transport.limits import Limits
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import RefusedError
+from torchstrategy.ps.transport.messages import Message, RefusedError
 
 WAIT_S = 20
 

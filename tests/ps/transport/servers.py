@@ -10,8 +10,7 @@ import torch
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.listener import Listener
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import RefusedError
+from torchstrategy.ps.transport.messages import Message, RefusedError
 from torchstrategy.ps.transport.secret import Secret
 
 SECRET = Secret("00112233445566778899aabbccddeeff")

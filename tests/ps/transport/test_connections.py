@@ -15,8 +15,7 @@ from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import FencedError, RefusedError
+from torchstrategy.ps.transport.messages import FencedError, Message, RefusedError
 
 
 @pytest.fixture

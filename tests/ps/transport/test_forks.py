@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from torchstrategy.ps.transport.forks import close_sockets
+from torchstrategy.ps.transport.sockets import close_sockets
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs descriptors as on Unix")
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from torchstrategy.ps.transport import packages
+from torchstrategy.ps.transport import sockets
 
 PROGRAM = """
 import sys
@@ -25,10 +25,10 @@ def test_the_library_is_importable_without_them():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    packages.require()
-    monkeypatch.setattr(packages.zmq, "has", lambda what: False)
+    sockets.require()
+    monkeypatch.setattr(sockets.zmq, "has", lambda what: False)
     with pytest.raises(ImportError, match="no CURVE encryption"):
-        packages.require()
-    monkeypatch.setattr(packages, "cloudpickle", None)
+        sockets.require()
+    monkeypatch.setattr(sockets, "cloudpickle", None)
     with pytest.raises(ImportError, match=r"need cloudpickle, .* pip install 'torchstrategy\[ps\]'"):
-        packages.require()
+        sockets.require()

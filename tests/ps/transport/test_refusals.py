@@ -14,8 +14,7 @@ from torchstrategy.base.addresses import split_address
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.channel import TensorChannel
-from torchstrategy.ps.transport.gatekeeper import secure_client
-from torchstrategy.ps.transport.greeting import greet_server
+from torchstrategy.ps.transport.gatekeeper import greet_server, secure_client
 from torchstrategy.ps.transport.limits import Limits, RefusalLog
 from torchstrategy.ps.transport.listener import Listener
 from torchstrategy.ps.transport.messages import Message, encode
@@ -372,7 +371,7 @@ def test_blobs_on_a_tensor_connection(server, honest, stream, caplog):
 
 
 def test_the_greeting_has_a_deadline(server, honest, caplog, monkeypatch):
-    monkeypatch.setattr("torchstrategy.ps.transport.greeting._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("torchstrategy.ps.transport.gatekeeper._TIMEOUT_S", 0.2)
     with tensor_stream(honest) as stranger:
         for _ in range(30):  # a byte now and then does not extend it
             try:

@@ -2,8 +2,14 @@ import pytest
 import torch
 
 from torchstrategy import errors
-from torchstrategy.ps.transport.messages import MessageError
-from torchstrategy.ps.transport.replies import FencedError, RefusedError, error_message, raise_error, rebuild_error
+from torchstrategy.ps.transport.messages import (
+    FencedError,
+    MessageError,
+    RefusedError,
+    error_message,
+    raise_error,
+    rebuild_error,
+)
 
 
 class OwnError(Exception):

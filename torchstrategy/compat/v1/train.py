@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from torchstrategy.estimator.checkpoint_variables import current_global_step, make_global_step
-from torchstrategy.estimator.logging_hooks import LoggingTensorHook, StepCounterHook
-from torchstrategy.estimator.saver_hook import CheckpointSaverHook
+from torchstrategy.estimator.saver_hook import CheckpointSaverHook, SecondOrStepTimer
 from torchstrategy.estimator.session_hooks import (
     CheckpointSaverListener,
     SessionRunArgs,
@@ -21,8 +19,8 @@ from torchstrategy.estimator.stopping_hooks import (
     NanTensorHook,
     StopAtStepHook,
 )
-from torchstrategy.estimator.summary_hooks import ProfilerHook, SummarySaverHook
-from torchstrategy.estimator.timers import SecondOrStepTimer
+from torchstrategy.estimator.summary_hooks import LoggingTensorHook, ProfilerHook, StepCounterHook, SummarySaverHook
+from torchstrategy.estimator.warm_start import current_global_step, make_global_step
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import get_strategy
 from torchstrategy.strategies.strategy import Strategy

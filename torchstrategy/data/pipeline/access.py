@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.data.pipeline.batches import collate, collate_raw
-from torchstrategy.data.pipeline.elements import describe, leaf_paths, map_leaves, to_element
-from torchstrategy.data.pipeline.user_functions import call_noted
+from torchstrategy.data.pipeline.elements import call_noted, describe, leaf_paths, map_leaves, to_element
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["RAW", "Access", "CachedAccess", "Columns", "MappedAccess", "Progression"]

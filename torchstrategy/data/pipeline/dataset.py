@@ -10,13 +10,12 @@ import torch
 from typing_extensions import Self, override
 
 from torchstrategy.data.pipeline import dataset_sources
-from torchstrategy.data.pipeline.argument_checks import AUTOTUNE, check_callable
-from torchstrategy.data.pipeline.combining_ops import ZipOp
-from torchstrategy.data.pipeline.dataset_options import Options
+from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable
 from torchstrategy.data.pipeline.elements import map_leaves, to_element
+from torchstrategy.data.pipeline.nested import ZipOp
 from torchstrategy.data.pipeline.op import Op
 from torchstrategy.data.pipeline.transformations import Transformations
-from torchstrategy.data.readers.text import text_lines
+from torchstrategy.data.readers.formats import text_lines
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["AUTOTUNE", "Dataset", "TextLineDataset"]

@@ -11,18 +11,18 @@ from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
 from torchstrategy.data.batch import TensorSpec
-from torchstrategy.data.pipeline.argument_checks import check_shard
-from torchstrategy.data.pipeline.dataset_options import Options
+from torchstrategy.data.pipeline.dataset_options import Options, check_shard
 from torchstrategy.data.pipeline.elements import map_leaves
-from torchstrategy.data.pipeline.iteration import PipelineIterator, Position
-from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, Op
-from torchstrategy.data.pipeline.sharding import (
+from torchstrategy.data.pipeline.iteration import (
+    PipelineIterator,
+    Position,
     has_hint,
     shard_by_hint,
     shard_files,
     splits_by_file,
     without_buffers,
 )
+from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, Op
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["Pipeline"]

@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from torchstrategy.data.pipeline.access import Access
 from torchstrategy.data.pipeline.batches import split
-from torchstrategy.data.pipeline.elements import describe, map_leaves, to_raw
-from torchstrategy.data.pipeline.node import Node, SourcedNode, State
-from torchstrategy.data.pipeline.user_functions import add_note, begin, call_noted
+from torchstrategy.data.pipeline.elements import add_note, begin, call_noted, describe, map_leaves, to_raw
+from torchstrategy.data.pipeline.op import Node, SourcedNode, State
 
 __all__ = ["Batch", "Cache", "CacheMemory", "Filter", "Generate", "Lookup", "Map", "Unbatch"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,20 @@ from torch import Tensor
 
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["call", "describe", "leaf_paths", "map_leaves", "parts", "rebuild", "to_element", "to_raw"]
+__all__ = [
+    "add_note",
+    "begin",
+    "call",
+    "call_noted",
+    "describe",
+    "function_name",
+    "leaf_paths",
+    "map_leaves",
+    "parts",
+    "rebuild",
+    "to_element",
+    "to_raw",
+]
 
 
 def to_element(value: Any) -> Any:
@@ -153,3 +166,50 @@ def _from_list(values: list[Any]) -> Any:
             f"A list in an element becomes a tensor, as in tf, and this one can't: {describe(tuple(items))}. Use a "
             "tuple or a dict for several components."
         ) from None
+
+
+def call_noted(operation: str, fn: Callable[..., Any], element: Any, where: str) -> Any:
+    """Call a function on an element.
+
+    Args:
+        operation: what the function was given to.
+        fn: the user's function.
+        element: its argument, or a tuple of them.
+        where: which element it is.
+
+    Raises:
+        RuntimeError: the function raised ``StopIteration``, which would end the dataset in silence.
+    """
+    try:
+        return call(fn, element)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"The function of {operation}({function_name(fn)}) raised StopIteration for {where}. To end a dataset "
+            "early use take()."
+        ) from error
+    except Exception as error:
+        add_note(error, operation, fn, f"{where}: {describe(element)}")
+        raise
+
+
+def begin(operation: str, fn: Callable[..., Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Return the iterator that a user's function makes.
+
+    Raises:
+        RuntimeError: the function raised ``StopIteration``, which would end the dataset in silence.
+    """
+    try:
+        return make()
+    except StopIteration as error:
+        raise RuntimeError(f"The function of {operation}({function_name(fn)}) raised StopIteration.") from error
+
+
+def add_note(error: Exception, operation: str, fn: Callable[..., Any], where: str) -> None:
+    """Say on an error in which operation and at which element it was raised; before Python 3.11 there are no notes."""
+    if hasattr(error, "add_note"):
+        error.add_note(f"Raised in {operation}({function_name(fn)}) for {where}")
+
+
+def function_name(fn: Any) -> str:
+    """Return a short name for a function."""
+    return str(getattr(fn, "__qualname__", type(fn).__name__)).rsplit("<locals>.", 1)[-1]

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.elements import map_leaves
-from torchstrategy.data.pipeline.node import Node, SourcedNode, State
+from torchstrategy.data.pipeline.op import Node, SourcedNode, State
 
 __all__ = ["Concatenate", "Enumerate", "Number", "Positions", "Repeat", "Shard", "Skip", "Take", "Zip"]
 

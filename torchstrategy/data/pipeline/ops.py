@@ -18,13 +18,11 @@ from torchstrategy.data.pipeline import element_nodes, nodes
 from torchstrategy.data.pipeline.access import RAW, CachedAccess, MappedAccess
 from torchstrategy.data.pipeline.batches import collate
 from torchstrategy.data.pipeline.element_nodes import CacheMemory
-from torchstrategy.data.pipeline.elements import to_element
-from torchstrategy.data.pipeline.node import Node, Stream
-from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, Op, RandomOp
+from torchstrategy.data.pipeline.elements import call_noted, to_element
+from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, Node, Op, RandomOp, Stream
 from torchstrategy.data.pipeline.parallel import ParallelMap, Prefetch
 from torchstrategy.data.pipeline.randomness import Draws
 from torchstrategy.data.pipeline.shuffle import Shuffle, ShuffleElements
-from torchstrategy.data.pipeline.user_functions import call_noted
 
 __all__ = [
     "BatchOp",

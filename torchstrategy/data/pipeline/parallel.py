@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.pipeline.op import Node, State
 
 __all__ = ["ParallelMap", "Prefetch"]
 

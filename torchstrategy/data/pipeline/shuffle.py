@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from torchstrategy.data.pipeline.node import Node, State
+from torchstrategy.data.pipeline.op import Node, State
 from torchstrategy.data.pipeline.randomness import mix
 
 __all__ = ["Shuffle", "ShuffleElements"]

@@ -8,16 +8,16 @@ from typing import Any
 from typing_extensions import Self
 
 from torchstrategy.data.pipeline import ops
-from torchstrategy.data.pipeline.argument_checks import (
+from torchstrategy.data.pipeline.batches import PaddedStack
+from torchstrategy.data.pipeline.dataset_base import Pipeline
+from torchstrategy.data.pipeline.dataset_options import (
     AUTOTUNE,
     check_callable,
     check_int,
     check_shard,
     parallel_calls,
 )
-from torchstrategy.data.pipeline.batches import PaddedStack
-from torchstrategy.data.pipeline.combining_ops import ConcatenateOp, InterleaveOp
-from torchstrategy.data.pipeline.dataset_base import Pipeline
+from torchstrategy.data.pipeline.nested import ConcatenateOp, InterleaveOp
 from torchstrategy.data.pipeline.op import SHARD_HINT
 from torchstrategy.errors import UnimplementedError
 

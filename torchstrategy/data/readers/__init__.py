@@ -6,9 +6,7 @@ worker processes can receive.
 """
 
 from torchstrategy.data.readers.arrays import idx, npy, npz
+from torchstrategy.data.readers.formats import parquet, tar, text_lines
 from torchstrategy.data.readers.reading import read_from
-from torchstrategy.data.readers.tables import parquet
-from torchstrategy.data.readers.tar_archives import tar
-from torchstrategy.data.readers.text import text_lines
 
 __all__ = ["idx", "npy", "npz", "parquet", "read_from", "tar", "text_lines"]

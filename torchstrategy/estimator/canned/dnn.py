@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.estimator.canned.deferred_optimizers import make_factory
-from torchstrategy.estimator.canned.networks import Dnn, SumModule, as_columns, check_features, check_head
+from torchstrategy.estimator.canned.networks import Dnn, SumModule, as_columns, check_features, check_head, make_factory
 from torchstrategy.estimator.estimator import Estimator
-from torchstrategy.estimator.feature_column.column import FeatureColumn
+from torchstrategy.estimator.feature_column.features import FeatureColumn
+from torchstrategy.estimator.heads.class_heads import binary_or_multi_class_head
 from torchstrategy.estimator.heads.head import Head
-from torchstrategy.estimator.heads.multi_class import binary_or_multi_class_head
 from torchstrategy.estimator.heads.regression_heads import RegressionHead
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys

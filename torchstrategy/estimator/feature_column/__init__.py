@@ -3,11 +3,11 @@
 from torchstrategy.estimator.feature_column.categorical import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
+    crossed_column,
     weighted_categorical_column,
 )
-from torchstrategy.estimator.feature_column.column import CategoricalColumn, DenseColumn, FeatureColumn
-from torchstrategy.estimator.feature_column.crossed import crossed_column
 from torchstrategy.estimator.feature_column.embedding import embedding_column, indicator_column
+from torchstrategy.estimator.feature_column.features import CategoricalColumn, DenseColumn, FeatureColumn
 from torchstrategy.estimator.feature_column.layers import DenseFeatures, LinearModel
 from torchstrategy.estimator.feature_column.numeric import bucketized_column, numeric_column
 from torchstrategy.estimator.feature_column.vocabulary import (

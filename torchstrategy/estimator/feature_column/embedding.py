@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchstrategy.checkpoint.reader import load_variable
-from torchstrategy.estimator.feature_column.column import CategoricalColumn, DenseColumn, as_count
-from torchstrategy.estimator.feature_column.features import Features, Ids
+from torchstrategy.estimator.feature_column.features import CategoricalColumn, DenseColumn, Features, Ids, as_count
 
 __all__ = [
     "COMBINERS",

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchstrategy.estimator.feature_column.column import (
+from torchstrategy.estimator.feature_column.embedding import check_combiner, combine_rows
+from torchstrategy.estimator.feature_column.features import (
     CategoricalColumn,
     DenseColumn,
     FeatureColumn,
+    Features,
     as_count,
     variable_scope,
 )
-from torchstrategy.estimator.feature_column.embedding import check_combiner, combine_rows
-from torchstrategy.estimator.feature_column.features import Features
 
 __all__ = ["DenseFeatures", "InputLayer", "LinearLayer", "LinearModel"]
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstrategy.estimator.feature_column.column import CategoricalColumn, DenseColumn, check_key
-from torchstrategy.estimator.feature_column.features import Features, Ids
+from torchstrategy.estimator.feature_column.features import CategoricalColumn, DenseColumn, Features, Ids, check_key
 
 __all__ = ["BucketizedColumn", "NumericColumn", "bucketized_column", "numeric_column"]
 

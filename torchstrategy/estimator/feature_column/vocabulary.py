@@ -16,8 +16,14 @@ import torch
 
 from torchstrategy.base.log import logger
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.estimator.feature_column.column import CategoricalColumn, check_dtype, check_key
-from torchstrategy.estimator.feature_column.features import Features, Ids, as_strings
+from torchstrategy.estimator.feature_column.features import (
+    CategoricalColumn,
+    Features,
+    Ids,
+    as_strings,
+    check_dtype,
+    check_key,
+)
 from torchstrategy.estimator.feature_column.fingerprint import bucket_of
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Heads: the loss, the predictions and the metrics of a task, on top of a network's logits."""
 
-from torchstrategy.estimator.heads.binary_class import BinaryClassHead
+from torchstrategy.estimator.heads.class_heads import BinaryClassHead, MultiClassHead
 from torchstrategy.estimator.heads.head import Head
-from torchstrategy.estimator.heads.multi_class import MultiClassHead
 from torchstrategy.estimator.heads.regression_heads import LogisticRegressionHead, PoissonRegressionHead, RegressionHead
 
 __all__ = [

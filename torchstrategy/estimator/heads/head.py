@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchstrategy import metrics as ts_metrics
 from torchstrategy.estimator.export_outputs import ExportOutput
-from torchstrategy.estimator.heads.metric_keys import MetricKeys
 from torchstrategy.estimator.heads.shapes import (
+    MetricKeys,
     as_logits,
     check_loss_fn,
     check_reduction,

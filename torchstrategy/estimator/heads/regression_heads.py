@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from torchstrategy.estimator.export_outputs import ExportOutput, PredictOutput, RegressionOutput
 from torchstrategy.estimator.heads.head import Batch, Head, Rule, loss_mean, mean_of
-from torchstrategy.estimator.heads.metric_keys import MetricKeys, PredictionKeys, check_keys
-from torchstrategy.estimator.heads.shapes import as_logits, label_tensor
+from torchstrategy.estimator.heads.shapes import MetricKeys, PredictionKeys, as_logits, check_keys, label_tensor
 from torchstrategy.losses.loss import Reduction
 
 __all__ = ["LogisticRegressionHead", "PoissonRegressionHead", "RegressionHead"]

@@ -1,8 +1,8 @@
-"""Brings what a head is given to the shapes that it computes with, or says what does not fit."""
+"""Brings what a head is given to the shapes that it computes with, or says what does not fit; and tf's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,91 @@ from torchstrategy.estimator.model_fn import argument_names
 from torchstrategy.losses.loss import Reduction
 
 __all__ = [
+    "MetricKeys",
+    "PredictionKeys",
+    "all_class_ids",
+    "all_class_names",
     "as_logits",
+    "check_keys",
     "check_label_range",
     "check_loss_fn",
     "check_reduction",
     "check_vocabulary",
+    "class_names",
     "column_key",
     "example_weights",
     "label_ids",
     "label_tensor",
+    "names_of",
 ]
+
+
+def check_keys(keys: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the keys that are asked for; all without an answer.
+
+    Raises:
+        ValueError: one is not known.
+    """
+    known = list(known)
+    if not keys:
+        return known
+    if unknown := [key for key in keys if key not in known]:
+        raise ValueError(f"There are no predictions {unknown}. The head has {known}.")
+    return list(keys)
+
+
+def class_names(ids: Tensor, vocabulary: Sequence[str] | None) -> np.ndarray[Any, Any]:
+    """Return the names of classes as an array of strings in the shape of their ids."""
+    numbers = ids.detach().cpu().reshape(-1).tolist()
+    names = np.array([str(number) if vocabulary is None else vocabulary[number] for number in numbers], dtype=object)
+    return names.reshape(tuple(ids.shape))
+
+
+def all_class_ids(logits: Tensor, n_classes: int) -> Tensor:
+    """Return the ids of all classes for each example, ``[batch, n_classes]``."""
+    return torch.arange(n_classes, device=logits.device).expand(logits.shape[0], n_classes)
+
+
+def all_class_names(logits: Tensor, n_classes: int, vocabulary: Sequence[str] | None) -> np.ndarray[Any, Any]:
+    """Return the names of all classes for each example, an array ``[batch, n_classes]``."""
+    names = np.array(names_of(n_classes, vocabulary), dtype=object)
+    return np.broadcast_to(names, (len(logits), n_classes)).copy()
+
+
+def names_of(n_classes: int, vocabulary: Sequence[str] | None) -> list[str]:
+    """Return the names of all classes."""
+    return [str(number) for number in range(n_classes)] if vocabulary is None else list(vocabulary)
+
+
+class MetricKeys:
+    """What ``evaluate`` returns under a head."""
+
+    ACCURACY = "accuracy"
+    ACCURACY_AT_THRESHOLD = "accuracy/positive_threshold_%f"
+    ACCURACY_BASELINE = "accuracy_baseline"
+    AUC = "auc"
+    AUC_PR = "auc_precision_recall"
+    LABEL_MEAN = "label/mean"
+    LOSS_MEAN = "average_loss"
+    LOSS_REGULARIZATION = "regularization_loss"
+    PRECISION = "precision"
+    PRECISION_AT_THRESHOLD = "precision/positive_threshold_%f"
+    PREDICTION_MEAN = "prediction/mean"
+    RECALL = "recall"
+    RECALL_AT_THRESHOLD = "recall/positive_threshold_%f"
+
+
+class PredictionKeys:
+    """What ``predict`` returns under a head."""
+
+    ALL_CLASSES = "all_classes"
+    ALL_CLASS_IDS = "all_class_ids"
+    CLASSES = "classes"
+    CLASS_IDS = "class_ids"
+    LOGISTIC = "logistic"
+    LOGITS = "logits"
+    PREDICTIONS = "predictions"
+    PROBABILITIES = "probabilities"
 
 
 def check_reduction(loss_reduction: Any) -> Reduction:

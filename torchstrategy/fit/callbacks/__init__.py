@@ -1,17 +1,15 @@
 """Callbacks: what ``fit``, ``evaluate`` and ``predict`` call at certain points, under Keras' names."""
 
 from torchstrategy.fit.callbacks.backup import BackupAndRestore
-from torchstrategy.fit.callbacks.callback import Callback
+from torchstrategy.fit.callbacks.callback import Callback, History
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.callbacks.csv_logger import CSVLogger
-from torchstrategy.fit.callbacks.history import History
 from torchstrategy.fit.callbacks.lambda_callback import LambdaCallback
 from torchstrategy.fit.callbacks.model_checkpoint import ModelCheckpoint
 from torchstrategy.fit.callbacks.progress import ProgbarLogger
-from torchstrategy.fit.callbacks.rates import LearningRateScheduler, ReduceLROnPlateau
+from torchstrategy.fit.callbacks.rates import LearningRateScheduler, ReduceLROnPlateau, TorchLRScheduler
 from torchstrategy.fit.callbacks.stopping import EarlyStopping, TerminateOnNaN
 from torchstrategy.fit.callbacks.tensorboard import TensorBoard
-from torchstrategy.fit.callbacks.torch_scheduler import TorchLRScheduler
 
 __all__ = [
     "BackupAndRestore",

@@ -1,4 +1,4 @@
-"""What a callback is: the hooks that training calls, and the state that a continued training needs.
+"""What a callback is: the hooks that training calls, and the state that a continued training needs; and ``History``.
 
 Every process calls the same hooks with equal logs, so that all decide alike. What prints or writes asks ``is_chief``.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HOOKS", "Callback", "is_chief"]
+from typing_extensions import override
+
+__all__ = ["HOOKS", "Callback", "History", "is_chief"]
 
 #: Every hook, in the order in which a training calls them first.
 HOOKS = (
@@ -165,3 +167,43 @@ class Callback:
 def is_chief(model: Any) -> bool:
     """Say whether this process prints and writes for a model's job."""
     return bool(getattr(getattr(model, "distribute_strategy", None), "is_chief", True))
+
+
+class History(Callback):
+    """Collects the logs of the epochs; ``fit`` makes one and returns it.
+
+    Attributes:
+        epoch: the numbers of the epochs, from 0.
+        history: a list of values for each name in the logs.
+
+    Example:
+        >>> model = ts.Model(torch.nn.Linear(1, 1))
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(torch.ones(4, 1), torch.ones(4, 1), epochs=3, verbose=0)
+        >>> history.epoch, list(history.history), len(history.history["loss"])
+        ([0, 1, 2], ['loss'], 3)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch: list[int] = []
+        self.history: dict[str, list[Any]] = {}
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self.epoch = []
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.epoch.append(epoch)
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(value)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": list(self.epoch), "history": {name: list(values) for name, values in self.history.items()}}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}

@@ -11,10 +11,9 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy.base.log import logger, warn_once
-from torchstrategy.fit.callbacks.callback import HOOKS, Callback, Logs
-from torchstrategy.fit.callbacks.history import History
+from torchstrategy.fit.callbacks.callback import HOOKS, Callback, History, Logs
 from torchstrategy.fit.callbacks.progress import ProgbarLogger, check_verbose
-from torchstrategy.fit.callbacks.torch_scheduler import TorchLRScheduler
+from torchstrategy.fit.callbacks.rates import TorchLRScheduler
 
 __all__ = ["CallbackList", "closest_hook", "describe_non_callback", "warn_of_unknown_hooks"]
 

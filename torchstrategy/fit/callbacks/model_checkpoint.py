@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from torchstrategy.base.log import warn_once
 from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
-from torchstrategy.fit.callbacks.monitor import Goal, check_mode, find_goal
 from torchstrategy.fit.callbacks.progress import print_line
+from torchstrategy.fit.callbacks.stopping import Goal, check_mode, find_goal
 
 __all__ = ["FINISHED", "ModelCheckpoint"]
 

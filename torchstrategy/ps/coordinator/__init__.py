@@ -2,7 +2,7 @@
 
 from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.ps.coordinator.cluster_coordinator import ClusterCoordinator
-from torchstrategy.ps.coordinator.remote_value import RemoteValue
+from torchstrategy.ps.coordinator.per_worker import RemoteValue
 from torchstrategy.ps.current_worker import experimental_get_current_worker_index
 
 __all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue", "experimental_get_current_worker_index"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchstrategy.base.log import logger
 from torchstrategy.errors import CancelledError
-from torchstrategy.ps.coordinator.remote_value import WAKE_UP_S, Idle, RemoteValue
+from torchstrategy.ps.coordinator.per_worker import WAKE_UP_S, Idle, RemoteValue
 from torchstrategy.ps.transport.messages import Message
 
 __all__ = ["Closure", "ClosureQueue"]

@@ -18,8 +18,7 @@ from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.coordinator.backend import ClusterStrategy, StrategyBackend
 from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.cluster import Cluster
-from torchstrategy.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, Resource
-from torchstrategy.ps.coordinator.remote_value import RemoteValue
+from torchstrategy.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, RemoteValue, Resource
 from torchstrategy.ps.coordinator.watchdog import Timers, Watchdog
 from torchstrategy.strategies.strategy import Strategy
 

@@ -17,8 +17,7 @@ from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.per_worker import Resource, Resources
 from torchstrategy.ps.results import decode_error, decode_result
 from torchstrategy.ps.states import PeerState, WorkerState, follow
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import FencedError, rebuild_error
+from torchstrategy.ps.transport.messages import FencedError, Message, rebuild_error
 
 __all__ = ["Worker", "add_note"]
 

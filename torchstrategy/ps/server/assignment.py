@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from torchstrategy.base.log import logger
-from torchstrategy.data.input_context import InputContext
+from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import OutOfRangeError
 from torchstrategy.ps.current_worker import as_worker
 from torchstrategy.ps.results import encode_error, encode_result

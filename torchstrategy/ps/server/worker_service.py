@@ -13,8 +13,7 @@ from torchstrategy.base.log import logger
 from torchstrategy.ps.server.assignment import KINDS, Assignment, Bench
 from torchstrategy.ps.transport.client_session import Session
 from torchstrategy.ps.transport.limits import Limits
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import RefusedError
+from torchstrategy.ps.transport.messages import Message, RefusedError
 
 __all__ = ["WorkerService", "all_stacks"]
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from torchstrategy.base.log import logger
 from torchstrategy.ps.transport.client_session import Service, Session
 from torchstrategy.ps.transport.limits import RefusalLog
-from torchstrategy.ps.transport.messages import Message
-from torchstrategy.ps.transport.replies import FencedError, RefusedError, error_message
+from torchstrategy.ps.transport.messages import FencedError, Message, RefusedError, error_message
 from torchstrategy.ps.transport.tensor_server import TensorServer
 
 __all__ = ["Admission"]

@@ -12,14 +12,11 @@ from typing import Any
 from torchstrategy.base import addresses
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.states import PeerState
-from torchstrategy.ps.transport.forks import close_in_child
-from torchstrategy.ps.transport.gatekeeper import secure_client
-from torchstrategy.ps.transport.greeting import greet_server, seals
-from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError
-from torchstrategy.ps.transport.packages import zmq
+from torchstrategy.ps.transport.gatekeeper import greet_server, seals, secure_client
+from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError, raise_error
 from torchstrategy.ps.transport.peer import Peer
-from torchstrategy.ps.transport.replies import raise_error
 from torchstrategy.ps.transport.secret import NONCE_BYTES
+from torchstrategy.ps.transport.sockets import close_in_child, zmq
 from torchstrategy.ps.transport.wires import CurveWire, Into, StreamWire, Wire
 
 __all__ = ["TensorChannel"]

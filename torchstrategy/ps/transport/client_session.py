@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torchstrategy.ps.transport.messages import Message, MessageError
-from torchstrategy.ps.transport.replies import FencedError
+from torchstrategy.ps.transport.messages import FencedError, Message, MessageError
 from torchstrategy.ps.transport.secret import KEY_BYTES
 from torchstrategy.ps.transport.wires import Wire
 

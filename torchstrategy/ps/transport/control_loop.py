@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchstrategy.base import addresses
-from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
-from torchstrategy.ps.transport.forks import close_in_child
 from torchstrategy.ps.transport.limits import Limits
-from torchstrategy.ps.transport.packages import require, zmq
 from torchstrategy.ps.transport.peer import Handler, Peer
 from torchstrategy.ps.transport.secret import Secret, find_secret
-from torchstrategy.ps.transport.waker import Waker
+from torchstrategy.ps.transport.sockets import Waker, close_in_child, require, zmq
 
 __all__ = ["ControlLoop", "Peer"]
 

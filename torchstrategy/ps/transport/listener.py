@@ -14,20 +14,24 @@ from collections import deque
 from typing import Any
 
 from torchstrategy.base import addresses
-from torchstrategy.base.heartbeat import heartbeat_seconds
+from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.ps.transport.admission import Admission
 from torchstrategy.ps.transport.client_session import Service, Session
-from torchstrategy.ps.transport.forks import close_in_child, close_sockets
 from torchstrategy.ps.transport.gatekeeper import Gatekeeper, secure_server
 from torchstrategy.ps.transport.limits import Limits, RefusalLog
-from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode
-from torchstrategy.ps.transport.packages import require, zmq
-from torchstrategy.ps.transport.replies import RefusedError, error_message
+from torchstrategy.ps.transport.messages import (
+    Message,
+    MessageError,
+    RefusedError,
+    check_size,
+    decode,
+    encode,
+    error_message,
+)
 from torchstrategy.ps.transport.secret import Secret, find_secret
-from torchstrategy.ps.transport.socket_monitor import Monitor, failure
+from torchstrategy.ps.transport.sockets import Monitor, Waker, close_in_child, close_sockets, failure, require, zmq
 from torchstrategy.ps.transport.tensor_server import TensorServer
-from torchstrategy.ps.transport.waker import Waker
 
 __all__ = ["NUMBER_BYTES", "Listener"]
 

@@ -1,34 +1,41 @@
-"""What travels between processes: a kind, fields in JSON, raw tensors, raw bytes; and memory for what arrives.
+"""What travels between processes: a kind, fields in JSON, raw tensors, raw bytes; errors; and memory for what arrives.
 
 Nothing here unpickles: decoding a message runs no code that the message brings.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchstrategy import errors
 from torchstrategy.ps.transport.limits import Limits
 
 __all__ = [
     "BufferPool",
+    "FencedError",
     "Header",
     "Message",
     "MessageError",
+    "RefusedError",
     "TensorHeader",
     "check_size",
     "decode",
     "encode",
+    "error_message",
     "parse_header",
     "put_together",
+    "raise_error",
+    "rebuild_error",
     "tensor_bytes",
 ]
 
@@ -316,3 +323,48 @@ def _tensor(frame: memoryview, header: TensorHeader) -> Tensor:
         if flat.data_ptr() % header.dtype.itemsize:
             flat = flat.clone()
     return flat.view(header.dtype).view(header.shape)
+
+
+class RefusedError(errors.UnavailableError):
+    """The server does not work for this client, and says why."""
+
+
+class FencedError(RefusedError):
+    """A newer coordinator has taken over the server."""
+
+
+_NEEDS_MORE = (UnicodeError, getattr(builtins, "BaseExceptionGroup", UnicodeError))
+_OURS = {cls.__name__: cls for cls in (RefusedError, FencedError)}
+
+
+def error_message(error: BaseException) -> Message:
+    """Return the reply that tells an exception.
+
+    Args:
+        error: of any class; one that the other side may not know becomes a ``RuntimeError`` whose text names it.
+    """
+    name = type(error).__name__
+    is_known = _find_class(name) is type(error)
+    text = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    return Message(
+        "error", {"type": name if is_known else "RuntimeError", "message": text if is_known else f"{name}: {text}"}
+    )
+
+
+def rebuild_error(message: Message) -> Exception:
+    """Return the exception that a reply of kind ``"error"`` tells."""
+    name, text = str(message.fields.get("type")), str(message.fields.get("message"))
+    cls = _find_class(name)
+    return RuntimeError(f"{name}: {text}") if cls is None else cls(text)
+
+
+def raise_error(message: Message) -> NoReturn:
+    """Raise the exception that a reply of kind ``"error"`` tells."""
+    raise rebuild_error(message)
+
+
+def _find_class(name: str) -> type[Exception] | None:
+    """Return an exception class that can be made of one text."""
+    cls = _OURS.get(name) or (getattr(errors, name, None) if name in errors.__all__ else getattr(builtins, name, None))
+    is_usable = isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, _NEEDS_MORE)
+    return cls if is_usable else None

@@ -13,14 +13,11 @@ from torchstrategy.base import addresses
 from torchstrategy.base.log import logger
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.ps.states import PeerState, follow
-from torchstrategy.ps.transport.forks import close_sockets
 from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.limits import Limits
-from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode
-from torchstrategy.ps.transport.packages import zmq
-from torchstrategy.ps.transport.replies import raise_error
+from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode, raise_error
 from torchstrategy.ps.transport.secret import Secret
-from torchstrategy.ps.transport.socket_monitor import Monitor, failure
+from torchstrategy.ps.transport.sockets import Monitor, close_sockets, failure, zmq
 
 __all__ = ["Callback", "Handler", "Peer"]
 

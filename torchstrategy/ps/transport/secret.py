@@ -23,7 +23,7 @@ from pathlib import Path
 from torchstrategy.base.log import warning_once
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import MessageError
-from torchstrategy.ps.transport.packages import require, z85, zmq
+from torchstrategy.ps.transport.sockets import require, z85, zmq
 
 __all__ = [
     "FILE_VARIABLE",

@@ -30,9 +30,8 @@ from torchstrategy.ps.transport.messages import (
     put_together,
     tensor_bytes,
 )
-from torchstrategy.ps.transport.packages import zmq
 from torchstrategy.ps.transport.secret import Seal
-from torchstrategy.ps.transport.waker import Waker
+from torchstrategy.ps.transport.sockets import Waker, zmq
 
 __all__ = ["CurveWire", "Into", "StreamWire", "Wire", "read_exactly"]
 

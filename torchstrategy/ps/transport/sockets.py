@@ -1,0 +1,183 @@
+"""ZeroMQ's sockets: what it says of their connections, how a wait is woken, and the packages that are needed.
+
+A forked child closes them. Otherwise it would keep them open after its parent has died, and
+a dead server's port in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+__all__ = [
+    "Event",
+    "Forkable",
+    "Monitor",
+    "Waker",
+    "close_in_child",
+    "close_sockets",
+    "cloudpickle",
+    "failure",
+    "require",
+    "z85",
+    "zmq",
+]
+
+zmq: Any
+z85: Any
+cloudpickle: Any
+try:
+    import zmq
+    from zmq.utils import z85
+except ImportError:  # pragma: no cover - depends on what is installed
+    zmq = z85 = None
+try:
+    import cloudpickle  # type: ignore[no-redef]
+except ImportError:  # pragma: no cover - depends on what is installed
+    cloudpickle = None
+
+
+def require() -> None:
+    """Check that the optional packages are there.
+
+    Raises:
+        ImportError: one is missing, or this pyzmq can't encrypt.
+    """
+    missing = [name for name, module in (("pyzmq", zmq), ("cloudpickle", cloudpickle)) if module is None]
+    if missing:
+        raise ImportError(
+            f"Parameter servers need {' and '.join(missing)}, which can't be imported here: "
+            "pip install 'torchstrategy[ps]'"
+        )
+    if not zmq.has("curve"):
+        raise ImportError(
+            "This build of pyzmq has no CURVE encryption, without which no connection is made. Install one that has "
+            "it: pip install --force-reinstall 'pyzmq>=26'"
+        )
+
+
+class Waker:
+    """A pair of connected sockets: one is waited for, writing to the other ends the wait."""
+
+    def __init__(self) -> None:
+        self.socket, self._other = socket.socketpair()
+        for connection in (self.socket, self._other):
+            connection.settimeout(0)
+
+    def wake(self) -> None:
+        """End the wait, or the next one; from any thread."""
+        with contextlib.suppress(OSError):  # full: the wait is about to end anyway; closed: nobody waits
+            self._other.send(b"x")
+
+    def clear(self) -> None:
+        """Wait again the next time."""
+        with contextlib.suppress(BlockingIOError):
+            self.socket.recv(4096)
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.socket.close()
+        self._other.close()
+
+
+class Forkable(Protocol):
+    """What holds connections."""
+
+    def release(self) -> None:
+        """Close this process's descriptors, without telling the other ends anything."""
+
+
+_owners: weakref.WeakSet[Forkable] = weakref.WeakSet()
+
+
+def close_in_child(owner: Forkable) -> None:
+    """Call the owner's ``release`` in each forked child, as long as the owner lives."""
+    _owners.add(owner)
+
+
+def close_sockets(ports: Mapping[int, int]) -> None:
+    """Close sockets that ZeroMQ has opened.
+
+    Args:
+        ports: by descriptor the port of either end, by which it is known: the number may stand for something else by
+            now, which is left alone.
+    """
+    for descriptor, port in list(ports.items()):
+        with contextlib.suppress(OSError):  # closed, or no socket
+            found = socket.socket(fileno=descriptor)
+            if port in (_port(found.getsockname), _port(found.getpeername)):
+                found.close()
+            else:
+                found.detach()
+
+
+def _port(name: Callable[[], object]) -> int:
+    with contextlib.suppress(OSError):
+        found = name()
+        return int(found[1]) if isinstance(found, tuple) else -1
+    return -1
+
+
+def _release_in_child() -> None:
+    for owner in list(_owners):
+        owner.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which can't fork
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+_EVENT = struct.Struct("=HI")
+
+
+class Event(NamedTuple):
+    """One event.
+
+    Args:
+        kind: one of ZeroMQ's ``EVENT_*``.
+        value: a descriptor for accepted, connected, listening and disconnected ones; for failed ones the reason.
+    """
+
+    kind: int
+    value: int
+
+
+class Monitor:
+    """The events of one socket; for the socket's thread.
+
+    Args:
+        monitored: the socket.
+        kinds: ZeroMQ's ``EVENT_*`` to see.
+    """
+
+    def __init__(self, monitored: Any, kinds: int) -> None:
+        self._monitored = monitored
+        self.socket = monitored.get_monitor_socket(kinds)
+
+    def events(self) -> Iterator[Event]:
+        """Yield what has happened since the last call."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield Event(*_EVENT.unpack_from(frames[0]))
+
+    def close(self) -> None:
+        """See no more events."""
+        self._monitored.disable_monitor()
+        self.socket.close(linger=0)
+
+
+def failure(event: Event) -> str:
+    """Return why a handshake has failed, in words."""
+    if event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "it has another secret"
+    if event.kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return "it has another secret, or does not speak CURVE"
+    return "it was closed during the handshake"
