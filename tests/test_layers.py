@@ -46,7 +46,7 @@ LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 ROOTS = {"__init__", "__main__"}
 
 # What the files of strategies/ have in common; no other one of them may be imported there.
-SHARED = {"strategy", "replica_context", "replica_values", "extended", "scope"}
+SHARED = {"strategy", "replica_context", "replica_values", "extended"}
 
 # Packages that only some files may import; everything else must not know them.
 CONFINED = {

@@ -9,7 +9,7 @@ from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.errors import DisagreementError
-from torchstrategy.fit.fit_arguments import FitArguments
+from torchstrategy.fit.arguments import FitArguments
 from torchstrategy.fit.rank_comparison import check_alike, describe_argument
 from torchstrategy.fit.trainer import trainer_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ from torchstrategy.base.log import logger
 __all__ = [
     "COUNTS",
     "DataArguments",
+    "FitArguments",
     "check_context",
     "check_counts",
     "check_flag",
+    "check_frequency",
     "named_arguments",
     "parse_amp",
     "parse_count",
@@ -168,3 +170,57 @@ def shown_type(value: Any) -> str:
     """Return an article and the name of a value's type."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def check_frequency(frequency: Any) -> None:
+    """Check ``validation_freq``.
+
+    Raises:
+        ValueError: it is neither a positive integer nor a list of epochs.
+    """
+    is_count = isinstance(frequency, int) and not isinstance(frequency, bool) and frequency >= 1
+    if not is_count and not isinstance(frequency, (list, tuple, set, range)):
+        raise ValueError(
+            "fit(validation_freq=...) must be a positive integer or a list of epochs, counted from 1. Received: "
+            f"{frequency!r}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """What ``Model.fit`` was called with; see there."""
+
+    x: Any
+    y: Any
+    batch_size: int | None
+    epochs: int
+    verbose: int | str
+    callbacks: Sequence[Any] | None
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: Mapping[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: int | Sequence[int]
+
+    def __post_init__(self) -> None:
+        check_counts(
+            "fit",
+            epochs=self.epochs,
+            steps_per_epoch=self.steps_per_epoch,
+            validation_steps=self.validation_steps,
+        )
+        if not isinstance(self.initial_epoch, int) or isinstance(self.initial_epoch, bool) or self.initial_epoch < 0:
+            raise ValueError(
+                f"fit(initial_epoch=...) must be 0 or a positive integer. Received: {self.initial_epoch!r}"
+            )
+        check_frequency(self.validation_freq)
+        if self.class_weight is not None and self.sample_weight is not None:
+            raise ValueError(
+                "fit(class_weight=..., sample_weight=...): pass one of them. Multiply the weights of the classes into "
+                "sample_weight if you need both."
+            )

@@ -16,12 +16,11 @@ import torch
 
 from torchstrategy.base import tree
 from torchstrategy.base.log import warning_once
-from torchstrategy.fit.arguments import DataArguments, check_counts, warn_of_nan
+from torchstrategy.fit.arguments import DataArguments, FitArguments, check_counts, warn_of_nan
 from torchstrategy.fit.batch_parts import check_first_batch, class_weight_applier
 from torchstrategy.fit.callbacks.callback import History
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.calling import Evaluating, put_into_training
-from torchstrategy.fit.fit_arguments import FitArguments
 from torchstrategy.fit.fit_position import FitPosition
 from torchstrategy.fit.inputs import Batches, make_batches, unpack_validation_data
 from torchstrategy.fit.rank_comparison import check_alike

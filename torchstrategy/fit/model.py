@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstrategy.fit import exporting, saving
 from torchstrategy.fit import summary as summaries
-from torchstrategy.fit.fit_arguments import FitArguments
+from torchstrategy.fit.arguments import FitArguments
 from torchstrategy.fit.loop import Loop
 from torchstrategy.fit.trainable import TrainableModule
 from torchstrategy.fit.trainer import trainer_of

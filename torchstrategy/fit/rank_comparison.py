@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from torchstrategy.errors import DisagreementError
+from torchstrategy.fit.arguments import FitArguments
 from torchstrategy.fit.callbacks.backup import BackupAndRestore
 from torchstrategy.fit.callbacks.model_checkpoint import ModelCheckpoint
 from torchstrategy.fit.callbacks.rates import LearningRateScheduler, ReduceLROnPlateau, TorchLRScheduler
 from torchstrategy.fit.callbacks.stopping import EarlyStopping
-from torchstrategy.fit.fit_arguments import FitArguments
 from torchstrategy.fit.trainer import Trainer, is_metric
 from torchstrategy.replicas.mirrored import resolve
 

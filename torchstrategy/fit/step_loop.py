@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,66 @@ from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.calling import initialise_lazy_layers
-from torchstrategy.fit.logs import BatchLogs
 from torchstrategy.fit.steps import StepState, Windows, run_windows
 from torchstrategy.fit.trainer import trainer_of
 from torchstrategy.fit.tuning import tune_for_fit
 from torchstrategy.replicas import functions
 from torchstrategy.xla import runtime
 
-__all__ = ["StepLoop"]
+__all__ = ["BatchLogs", "StepLoop"]
+
+
+class BatchLogs(MutableMapping[str, Any]):
+    """What callbacks get after a batch: the loss and the metrics of the epoch so far, computed when they are read.
+
+    Args:
+        read: returns the numbers; called once, when they are first needed.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self._read = read
+        self._values: dict[str, Any] | None = None
+
+    def expire(self) -> None:
+        """Say that the batch is over: what was not read until now would be the numbers of a later one."""
+        if self._values is None:
+            self._read = _refuse
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        if self._values is None:
+            self._values = dict(self._read())
+        return self._values
+
+    def copy(self) -> dict[str, Any]:
+        """Return the numbers as a plain dict."""
+        return dict(self._data)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._data[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._data[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __repr__(self) -> str:
+        return repr(self._data)
+
+
+def _refuse() -> dict[str, Any]:
+    raise RuntimeError(
+        "The logs of a batch are computed when they are read, and these were kept unread until after the hook that got "
+        "them. Read them in the hook, such as logs['loss'], or keep logs.copy()."
+    )
+
 
 #: Batches between two synchronisations of logs between processes, unless a callback wants them more often.
 LOG_INTERVAL = 100

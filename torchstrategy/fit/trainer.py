@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy, in_cross_replica_context
@@ -13,7 +15,6 @@ from torchstrategy.base.values import get_shares
 from torchstrategy.fit.arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.fit_position import FitPosition
-from torchstrategy.fit.logs import to_number
 from torchstrategy.fit.steps import current_step
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torchstrategy.fit.compiled_metrics import CompiledMetrics
     from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["Trainer", "is_metric", "trainer_of"]
+__all__ = ["Trainer", "is_metric", "to_number", "trainer_of"]
 
 ATTRIBUTE = "_ts_trainer"
 
@@ -340,3 +341,11 @@ def _free_name(name: str, named: Mapping[str, Any]) -> str:
     while free in named:
         free, number = f"{name}_{number}", number + 1
     return free
+
+
+def to_number(value: Any) -> Any:
+    """Return a scalar as a Python number and another tensor as an array."""
+    if isinstance(value, Tensor):
+        value = value.detach().float() if value.dtype.itemsize < 4 and value.is_floating_point() else value.detach()
+        return value.item() if value.numel() == 1 else value.cpu().numpy()
+    return value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value

@@ -14,7 +14,7 @@ from torchstrategy.fit.arguments import DataArguments, named_arguments
 from torchstrategy.fit.array_data import is_array, make_arrays
 from torchstrategy.fit.inputs import Batches
 
-__all__ = ["Validation", "check_frequency", "split_arrays"]
+__all__ = ["Validation", "split_arrays"]
 
 _Parts = tuple[Any, Any, Any]
 
@@ -94,17 +94,3 @@ class Validation:
         """Say whether there is one after an epoch, counted from 1."""
         frequency = self._frequency
         return epoch % frequency == 0 if isinstance(frequency, int) else epoch in frequency
-
-
-def check_frequency(frequency: Any) -> None:
-    """Check ``validation_freq``.
-
-    Raises:
-        ValueError: it is neither a positive integer nor a list of epochs.
-    """
-    is_count = isinstance(frequency, int) and not isinstance(frequency, bool) and frequency >= 1
-    if not is_count and not isinstance(frequency, (list, tuple, set, range)):
-        raise ValueError(
-            "fit(validation_freq=...) must be a positive integer or a list of epochs, counted from 1. Received: "
-            f"{frequency!r}"
-        )

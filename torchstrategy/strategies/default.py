@@ -25,8 +25,7 @@ from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
-from torchstrategy.strategies.replica_values import inputs_of
-from torchstrategy.strategies.scope import Scope
+from torchstrategy.strategies.replica_values import Scope, inputs_of
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = [

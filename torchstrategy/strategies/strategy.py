@@ -39,8 +39,7 @@ from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
-from torchstrategy.strategies.replica_values import gather_leaf, inputs_of, reduce_leaf, regroup_results
-from torchstrategy.strategies.scope import Scope, take_in
+from torchstrategy.strategies.replica_values import Scope, gather_leaf, inputs_of, reduce_leaf, regroup_results, take_in
 
 __all__ = ["Strategy"]
 

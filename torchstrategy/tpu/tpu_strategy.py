@@ -23,8 +23,7 @@ from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.on_read import SyncOnReadVariable
-from torchstrategy.strategies.replica_values import inputs_of
-from torchstrategy.strategies.scope import Scope
+from torchstrategy.strategies.replica_values import Scope, inputs_of
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.tpu.compilations import Compilations
 from torchstrategy.tpu.device_values import SplitValues, as_split, gather_split, reduce_split

@@ -2,9 +2,8 @@
 
 import torch
 
-from torchstrategy.testing.verification.deviations import ratio
+from torchstrategy.testing.verification.deviations import Step, Update, ratio
 from torchstrategy.testing.verification.gradient_causes import gradient_causes
-from torchstrategy.testing.verification.recorded import Step, Update
 
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 RIGHT = torch.tensor([0.3, 0.1, -0.7, 0.2], dtype=torch.float64)

@@ -18,8 +18,7 @@ from torchstrategy.strategies.mirrored_strategy import MirroredStrategy
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
 from torchstrategy.testing.verification.causes import UNDECIDED, Cause, constant_divisor, find_causes
-from torchstrategy.testing.verification.deviations import Deviation
-from torchstrategy.testing.verification.recorded import Run, dump, load, measured, tensors_of
+from torchstrategy.testing.verification.deviations import Deviation, Run, dump, load, measured, tensors_of
 from torchstrategy.testing.verification.recorder import Recorder
 
 __all__ = ["Comparison", "VerificationReport", "compare", "verify_replication"]

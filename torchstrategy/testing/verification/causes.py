@@ -11,14 +11,16 @@ from torch import Tensor
 from torchstrategy.testing.verification.deviations import (
     Deviation,
     Named,
+    Replica,
     Rounding,
+    Run,
+    Step,
     deviations,
     is_close,
     scale_of,
     tolerance_of,
 )
 from torchstrategy.testing.verification.gradient_causes import gradient_causes
-from torchstrategy.testing.verification.recorded import Replica, Run, Step
 
 __all__ = ["OTHER_EXAMPLES", "OWN_RANDOM", "UNDECIDED", "Cause", "constant_divisor", "find_causes"]
 

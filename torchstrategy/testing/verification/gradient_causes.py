@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torchstrategy.testing.verification.deviations import (
     Named,
+    Step,
+    Update,
     coefficients,
     flat,
     is_close,
@@ -16,7 +18,6 @@ from torchstrategy.testing.verification.deviations import (
     ratio,
     scale_of,
 )
-from torchstrategy.testing.verification.recorded import Step, Update
 
 __all__ = ["gradient_causes"]
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.testing.verification.recorded import (
+from torchstrategy.testing.verification.deviations import (
     Backward,
     Draw,
     Replica,

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torchstrategy.testing.verification.api import Comparison, VerificationReport, compare
 from torchstrategy.testing.verification.causes import OTHER_EXAMPLES, OWN_RANDOM, Cause, find_causes
-from torchstrategy.testing.verification.recorded import load
+from torchstrategy.testing.verification.deviations import load
 from torchstrategy.testing.verification.script_launch import log_path, start
 from torchstrategy.testing.verification.script_process import EXITED, ScriptRun, Setup, record_path
 

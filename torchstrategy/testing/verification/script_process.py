@@ -28,7 +28,7 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import cpu_replicas
 from torchstrategy.gradients import hooks
 from torchstrategy.strategies.strategy import Strategy
-from torchstrategy.testing.verification.recorded import Run, dump
+from torchstrategy.testing.verification.deviations import Run, dump
 from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder
 
 __all__ = ["EXITED", "ScriptRun", "Setup", "main", "record_path", "run_script"]

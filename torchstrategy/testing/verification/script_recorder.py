@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torchstrategy.testing.verification.recorded import hash_rows, measured, tensors_of
+from torchstrategy.testing.verification.deviations import hash_rows, measured, tensors_of
 from torchstrategy.testing.verification.recorder import Recorder
 
 __all__ = ["EnoughSteps", "ScriptRecorder"]
