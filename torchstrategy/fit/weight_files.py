@@ -43,6 +43,7 @@ _Path = str | os.PathLike[str]
 MODEL_FORMAT = "torchstrategy.model"
 _CHECKPOINT_FORMAT = "torchstrategy.checkpoint"
 _FILE_SUFFIXES = (".pt", ".pth", ".bin")
+_SAFE_SUFFIX = ".safetensors"
 _WRAPPED = "module."
 _REMEDY = "Take another file."
 _OWN_MODULES = "torchstrategy.fit."  # some of which import this one
@@ -56,9 +57,11 @@ def save_weights(
     """Write a model's weights. Cross-replica context, on every process; the chief writes, completely or not at all.
 
     A path that ends in ``.pt``, ``.pth`` or ``.bin`` is a file with the ``state_dict``, which plain torch reads:
-    ``module.load_state_dict(torch.load(path, weights_only=True))``. Any other path is, as in tf, the beginning of a
-    name: ``<path>.pt`` is then a checkpoint that ``ts.train.Checkpoint(model=...)`` restores, and its directory's
-    latest one. A model that was made of a module, as ``ts.Model(module)``, has the names of that module.
+    ``module.load_state_dict(torch.load(path, weights_only=True))``. One that ends in ``.safetensors`` holds the same
+    tensors in that format, of the package safetensors, and weights that share memory each by itself. Any other path is,
+    as in tf, the beginning of a name: ``<path>.pt`` is then a checkpoint that ``ts.train.Checkpoint(model=...)``
+    restores, and its directory's latest one. A model that was made of a module, as ``ts.Model(module)``, has the names
+    of that module.
 
     Args:
         model: the model, or any module.
@@ -68,7 +71,9 @@ def save_weights(
     Raises:
         FileExistsError: it may not.
         OSError: the file can't be written; what was there before is unchanged.
-        ValueError: a weight has no shape yet, or is a variable that is no buffer, which a ``state_dict`` lacks.
+        ValueError: a weight has no shape yet, or is a variable that is no buffer, which a ``state_dict`` lacks; or
+            what ``.safetensors`` can't hold.
+        ImportError: for ``.safetensors``, the package is not installed.
         RuntimeError: called in replica context, or another process could not write.
 
     Example:
@@ -81,7 +86,10 @@ def save_weights(
         >>> folder.cleanup()
     """
     strategy = strategy_of(model)
-    if os.path.splitext(os.fspath(path))[1].lower() not in _FILE_SUFFIXES:
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix == _SAFE_SUFFIX:
+        _safetensors()
+    elif suffix not in _FILE_SUFFIXES:
         _save_checkpoint(model, os.fspath(path), strategy, overwrite=overwrite)
         return
     capture = capture_weights(model, strategy)
@@ -89,7 +97,10 @@ def save_weights(
     def write(file: str) -> None:
         with spilled_to(os.path.dirname(file)):
             weights = capture()
-            write_file(file, lambda opened: torch.save(weights, opened))
+            if suffix == _SAFE_SUFFIX:
+                _write_safely(file, weights)
+            else:
+                write_file(file, lambda opened: torch.save(weights, opened))
 
     write_as_one(strategy, path, write, overwrite=overwrite, method="save_weights")
 
@@ -127,7 +138,8 @@ def load_weights(
     Args:
         model: the model, or any module.
         path: what ``save_weights``, ``Model.save``, ``ModelCheckpoint`` or ``torch.save(module.state_dict(), path)``
-            wrote. The suffix ``.pt`` may be left out.
+            wrote, or a file of safetensors, whose name must end in ``.safetensors``. The suffix ``.pt`` may be left
+            out.
         strict: whether the model and the file must have weights of the same names. ``False`` loads those that both
             have.
 
@@ -135,6 +147,7 @@ def load_weights(
         NotFoundError: there is no such file.
         DataLossError: it is damaged, or none of these.
         ValueError: names or shapes differ; nothing was changed.
+        ImportError: for ``.safetensors``, the package is not installed.
         RuntimeError: called in replica context, or another process could not load.
     """
     require_cross_replica("load_weights")
@@ -240,6 +253,8 @@ def _read_weights(file: str) -> Mapping[str, Any]:
     Raises:
         DataLossError: it holds none.
     """
+    if file.lower().endswith(_SAFE_SUFFIX):
+        return _read_safely(file)
     content = read_archive(file, what="a file of weights", remedy=_REMEDY)
     kind = content.get("format") if isinstance(content, dict) else None
     if kind == _CHECKPOINT_FORMAT:
@@ -258,6 +273,59 @@ def _read_weights(file: str) -> Mapping[str, Any]:
             "Model.save, ModelCheckpoint or torch.save(module.state_dict(), path)."
         )
     return content
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ImportError(
+            "Files that end in .safetensors need the package safetensors: pip install 'torchstrategy[safetensors]'. Or "
+            "take a path that ends in .pt, which plain torch reads."
+        ) from error
+    return safetensors
+
+
+def _write_safely(file: str, weights: Mapping[str, Any]) -> None:
+    """Write tensors in the format of safetensors.
+
+    Raises:
+        ValueError: not all are tensors that the format knows.
+    """
+    others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ValueError(
+            f"save_weights: {file} can hold tensors only, and not {others[0]!r}, which is of an object's extra state. "
+            "Take a path that ends in .pt."
+        )
+    memory: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        tensors[name] = value
+        if value.layout is not torch.strided:
+            continue  # which the library refuses
+        storage = value.untyped_storage()
+        # Two names for one memory are refused: readers would lose one of them.
+        is_own = storage.nbytes() == value.numel() * value.itemsize and storage.data_ptr() not in memory
+        tensors[name] = value.contiguous() if is_own else value.clone(memory_format=torch.contiguous_format)
+        memory.add(storage.data_ptr())
+    library = _safetensors()
+    try:
+        # Into the file that is open already: the library takes a name, and would need all of the file in memory.
+        write_file(file, lambda opened: library.torch.save_file(tensors, opened.name, metadata={"format": "pt"}))
+    except (ValueError, KeyError, library.SafetensorError) as error:
+        raise ValueError(
+            f"save_weights: {file} can't hold these weights ({error}). Take a path that ends in .pt."
+        ) from error
+
+
+def _read_safely(file: str) -> Mapping[str, Any]:
+    library = _safetensors()
+    try:
+        weights: dict[str, Tensor] = library.torch.load_file(file)
+    except library.SafetensorError as error:
+        raise errors.DataLossError(f"{file} is damaged, or no file of safetensors ({error}). {_REMEDY}") from error
+    return weights
 
 
 def _plan_weights(module: nn.Module, weights: Mapping[str, Any], file: str, strategy: Any, *, strict: bool) -> Plan:
