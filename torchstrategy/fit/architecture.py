@@ -87,7 +87,7 @@ class _Pickler(pickle.Pickler):
         return self._tensors.number(obj) if is_plain else None
 
 
-#: Modules of the library that files name and that have other names now, the longest first.
+#: Modules of the library that files name and that have other names now, in the order in which they moved.
 _MOVED = {
     "torchstrategy.losses.arguments": "torchstrategy.losses.loss",
     "torchstrategy.losses.names": "torchstrategy.losses.loss_names",
@@ -97,6 +97,11 @@ _MOVED = {
     "torchstrategy.metrics.regression": "torchstrategy.metrics.mean",
     "torchstrategy.callbacks": "torchstrategy.fit.callbacks",
     "torchstrategy.training": "torchstrategy.fit",
+    "torchstrategy.fit.callbacks.history": "torchstrategy.fit.callbacks.callback",
+    "torchstrategy.fit.callbacks.monitor": "torchstrategy.fit.callbacks.stopping",
+    "torchstrategy.fit.callbacks.torch_scheduler": "torchstrategy.fit.callbacks.rates",
+    "torchstrategy.fit.loss_tracker": "torchstrategy.fit.compiled_loss",
+    "torchstrategy.metrics.mean_errors": "torchstrategy.metrics.mean",
 }
 
 
@@ -110,7 +115,6 @@ class _Unpickler(pickle.Unpickler):
         for before, now in _MOVED.items():
             if module_name == before or module_name.startswith(f"{before}."):
                 module_name = now + module_name.removeprefix(before)
-                break
         return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any) -> Tensor:
