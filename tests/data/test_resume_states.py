@@ -333,3 +333,48 @@ def test_processes_are_killed_and_others_go_on(layouts, tmp_path, process_pool):
             assert [len(batch) for batch in batches] == [4] * 10 + [3], name
     for name in ("arrays", "stateful stream loader"):
         assert list(chain(*(batch for part in parts for batch in part[name]))) == list(range(43))
+
+
+# What is saved
+
+
+def ones(number):
+    return [torch.ones(4) for _ in range(number)]
+
+
+STREAM = {"num_read", "is_finished", "sample", "random", "data"}
+KEYS = {
+    "index batches": ({"step", "checksum", "is_finished", "random"}, lambda: DataLoader(range(12), 4), None),
+    "global batches": ({"step", "length", *STREAM}, lambda: ones(3), None),
+    "function": ({"step", "is_finished", "pipelines", "num_replicas"}, None, None),
+    "own streams": (
+        {"step", "is_finished", "pipelines", "batch_size", "layout", "next_size"},
+        lambda: ones(3),
+        ts.data.AutoShardPolicy.OFF,
+    ),
+}
+
+
+def saved_states(kind):
+    """Return what each of two processes saves after the first step."""
+    _, make, policy = KEYS[kind]
+    strategy = ts.MirroredStrategy(["cpu:0"])
+    if make is None:
+        dataset = strategy.distribute_datasets_from_function(lambda _: ones(3))
+    else:
+        dataset = strategy.experimental_distribute_dataset(make(), auto_shard_policy=policy)
+    iterator = iter(dataset)
+    next(iterator)
+    return dataset.state_dict()
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_a_state_holds(kind, process_pool):
+    """Checkpoints of earlier versions hold it: another key would lose or repeat examples of a training that goes on."""
+    for state in process_pool(2).run(saved_states, kind):
+        assert set(state) == {"kind", "step", "is_finished", "position"}
+        assert (state["step"], state["is_finished"]) == (1, False)
+        assert set(state["position"]) == KEYS[kind][0]
+        for pipeline in state["position"].get("pipelines", []):
+            assert set(pipeline) == {"reader", "leftover"}
+            assert set(pipeline["reader"]) == STREAM

@@ -35,11 +35,11 @@ from torchstrategy.data.batch import (
 )
 from torchstrategy.data.data_order import Workers, check_kinds, kind_of
 from torchstrategy.data.pipeline.kind import is_pipeline
-from torchstrategy.data.position import END, Position, StreamReader
+from torchstrategy.data.position import END, Position, StreamPosition, StreamReader
 from torchstrategy.data.sources import first_element
 from torchstrategy.errors import DisagreementError
 
-__all__ = ["PipelineReader", "PipelinesPosition", "Rounds", "combine_states", "open_pipelines"]
+__all__ = ["PipelineReader", "Rounds", "combine_states", "open_pipelines", "position_of"]
 
 
 class Rounds:
@@ -231,7 +231,7 @@ class PipelineReader:
 class _PipelinePosition:
     """Where one reader is; ``rest`` is the part of its latest element that was not used."""
 
-    def __init__(self, ids: list[int], positions: list[Position], leftovers: list[Any]) -> None:
+    def __init__(self, ids: list[int], positions: list[StreamPosition], leftovers: list[Any]) -> None:
         self._ids = ids
         self._positions = positions
         self.leftovers = leftovers
@@ -250,29 +250,21 @@ class _PipelinePosition:
         }
 
 
-class PipelinesPosition:
-    """Where this process is in its pipelines.
+def position_of(rounds: Rounds, readers: Sequence[PipelineReader], **more: Any) -> Position:
+    """Return where this process is in its pipelines.
 
     Args:
         rounds: counts the steps.
         readers: the pipelines.
-        more: what else a source's state holds; it may be changed.
+        more: what else a source's state holds.
     """
+    positions = [reader.position for reader in readers]  # not the readers, which hold worker processes
 
-    def __init__(self, rounds: Rounds, readers: Sequence[PipelineReader], more: dict[str, Any]) -> None:
-        self._rounds = rounds
-        self._positions = [reader.position for reader in readers]
-        self.more = more
-        self.is_finished = False
+    def ask() -> dict[str, Any]:
+        states = {i: state for position in positions for i, state in position.states().items()}
+        return {"step": rounds.num_steps, "pipelines": states}
 
-    def state(self) -> dict[str, Any]:
-        """Return the position after the last step."""
-        return {
-            "step": self._rounds.num_steps,
-            "is_finished": self.is_finished,
-            "pipelines": {i: state for position in self._positions for i, state in position.states().items()},
-            **self.more,
-        }
+    return Position(ask=ask, **more)
 
 
 def open_pipelines(

@@ -44,7 +44,7 @@ from torchstrategy.data.data_order import (
     held_data,
     known_length,
 )
-from torchstrategy.data.position import END, TAKEN_OVER, random_state, restore_generators
+from torchstrategy.data.position import END, TAKEN_OVER, Position, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
 from torchstrategy.data.sources import splittable_element
 from torchstrategy.errors import InvalidArgumentError
@@ -107,7 +107,11 @@ class IndexedLoader:
             restore_generators(self._original, state)
             state = None
         stream = self._sampler.new_stream(state)
-        position = _LoaderPosition(stream, self._original, state)
+        begun = OrderDigest() if state is None else OrderDigest(state["step"], state["checksum"])
+        loader = self._original
+        position = Position(
+            begun.num_batches, lambda: {"random": random_state(stream, loader)}, checksum=begun.checksum
+        )
         draw = _Draw(stream, state)
         has_own_collate = self._original.collate_fn is not default_collate
         return _Reading(
@@ -156,7 +160,7 @@ class _Reading:
         loader: DataLoader[Any],
         sampler: _IndexBatches,
         draw: _Draw,
-        position: _LoaderPosition,
+        position: Position,
         placement: Placement,
         workers: Workers | None,
         *,
@@ -186,8 +190,8 @@ class _Reading:
             raise StopIteration
         step = self._draw.steps.popleft()
         batch = self._assemble(step, item, self._items)
-        self.position.move_to(step.digest)
-        number = step.digest.num_batches
+        number = self.position.step = step.digest.num_batches
+        self.position.more["checksum"] = step.digest.checksum
         # An order that was drawn at the start, from one stream, need not be compared before the end.
         workers = None if self._sampler.draws_once else self._workers
         if workers is not None and number > 1 and number & (number - 1) == 0:  # 2, 4, 8, ...
@@ -241,34 +245,9 @@ class _Reading:
 
     def _finish(self) -> None:
         if self._workers is not None and not self.position.is_finished:
-            check_equal(self._workers, "order of all index batches", list(self.position.digest), _SAME_ORDER)
+            order = [self.position.step, self.position.more["checksum"]]
+            check_equal(self._workers, "order of all index batches", order, _SAME_ORDER)
         self.position.is_finished = True
-
-
-class _LoaderPosition:
-    """How many global batches were handed out, and what their order was drawn with."""
-
-    def __init__(self, stream: SharedStream, loader: Any, state: dict[str, Any] | None) -> None:
-        self._stream = stream
-        self._loader = loader
-        self._resumed = state
-        self.is_finished = False
-        self.digest = OrderDigest() if state is None else OrderDigest(state["step"], state["checksum"])
-
-    def move_to(self, digest: OrderDigest) -> None:
-        """Count one global batch."""
-        self.digest = digest
-        self._resumed = None
-
-    def state(self) -> dict[str, Any]:
-        if self._resumed is not None and not self.is_finished:
-            return self._resumed
-        return {
-            "step": self.digest.num_batches,
-            "checksum": self.digest.checksum,
-            "is_finished": self.is_finished,
-            "random": random_state(self._stream, self._loader),
-        }
 
 
 class _IndexBatches:

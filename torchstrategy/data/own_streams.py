@@ -29,11 +29,12 @@ from torchstrategy.data.data_order import Workers, declared_batch_size
 from torchstrategy.data.input_pipelines import (
     Make,
     PipelineReader,
-    PipelinesPosition,
     Rounds,
     combine_states,
     open_pipelines,
+    position_of,
 )
+from torchstrategy.data.position import Position
 from torchstrategy.data.sources import first_element, splittable_element
 from torchstrategy.data.split import minibatch_sizes
 from torchstrategy.errors import DisagreementError
@@ -138,7 +139,7 @@ class FunctionPipelines:
         readers = open_pipelines(self._num, self._indices, data_of, state, keeps_elements=takes_turns)
         rounds = Rounds(self._workers, state["step"] if state is not None and goes_on else 0, self.example)
         # what the function was told: its batch sizes may depend on it
-        position = PipelinesPosition(rounds, readers, {"num_replicas": replicas_then})
+        position = position_of(rounds, readers, num_replicas=replicas_then)
         if takes_turns:  # consecutive elements go to the process's replicas
             readers = readers * self._placement.num_local
         return _FunctionReading(readers, rounds, position)
@@ -162,7 +163,7 @@ class FunctionPipelines:
 class _FunctionReading:
     """One iteration, with a reader for each replica of this process."""
 
-    def __init__(self, readers: list[PipelineReader], rounds: Rounds, position: PipelinesPosition) -> None:
+    def __init__(self, readers: list[PipelineReader], rounds: Rounds, position: Position) -> None:
         self._readers = readers
         self._rounds = rounds
         self.position = position
@@ -227,7 +228,7 @@ class OwnStreams:
         if state is not None and goes_on:
             more["batch_size"] = state["batch_size"]
             more["next_size"] = state["next_size"] if state["layout"] == layout else 0
-        position = PipelinesPosition(rounds, [reader], more)
+        position = position_of(rounds, [reader], **more)
         return _Reading(reader, rounds, position, self._placement, self._workers)
 
     def combine(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +255,7 @@ class _Reading:
         self,
         reader: PipelineReader,
         rounds: Rounds,
-        position: PipelinesPosition,
+        position: Position,
         placement: Placement,
         workers: Workers | None,
     ) -> None:

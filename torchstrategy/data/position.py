@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "END",
     "TAKEN_OVER",
     "Position",
+    "StreamPosition",
     "StreamReader",
     "check_state",
     "is_resumable",
@@ -44,14 +45,29 @@ TAKEN_OVER = (
 
 _MANY = 1000
 #: Whose iteration is the latest one over data that tells the position of its latest iteration only.
-_latest: weakref.WeakKeyDictionary[Any, weakref.ref[_StreamPosition]] = weakref.WeakKeyDictionary()
+_latest: weakref.WeakKeyDictionary[Any, weakref.ref[StreamPosition]] = weakref.WeakKeyDictionary()
 
 
-class Position(Protocol):
-    """Where an iteration stands. It does not keep the iteration, with its worker processes, alive."""
+class Position:
+    """Where an iteration over a source of batches stands.
+
+    It does not keep the iteration, with its worker processes, alive.
+
+    Args:
+        step: global batches given.
+        ask: returns the part of the state that others know. It must not hold the iteration.
+        more: what else the state holds; it may be changed.
+    """
+
+    def __init__(self, step: int = 0, ask: Callable[[], dict[str, Any]] = dict, **more: Any) -> None:
+        self.step = step
+        self.is_finished = False
+        self.more = more
+        self._ask = ask
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last element, as plain data."""
+        return {"step": self.step, "is_finished": self.is_finished, **self.more, **self._ask()}
 
 
 class StreamReader:
@@ -82,10 +98,10 @@ class StreamReader:
         is_read_again = state is not None and state["data"] is None
         current = None if random is None or is_read_again else random["current"]
         stream = SharedStream(workers, find_generators(self.data), start, current)
-        self._position = _StreamPosition(self.data, stream, state)
+        self._position = StreamPosition(self.data, stream, state)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> StreamPosition:
         """Where this reader is."""
         return self._position
 
@@ -162,14 +178,22 @@ class StreamReader:
             )
 
 
-class _StreamPosition:
+class StreamPosition:
+    """Where one reader of any iterable is. It does not keep the reader alive.
+
+    Args:
+        data: what is read.
+        stream: the random numbers that its order is drawn with.
+        resume: where to go on at the first ``next``.
+    """
+
     def __init__(self, data: Any, stream: SharedStream, resume: dict[str, Any] | None) -> None:
         self._data = data
         self._is_resumable = is_resumable(data)
         # torch has one iterator for all iterations of such a loader
         self._is_persistent = isinstance(data, DataLoader) and data.persistent_workers
         self.stream = stream
-        self.resume = resume  # where to go on at the first `next`
+        self.resume = resume
         self.num_read = 0
         self.is_finished = False
         self.sample: int | None = None  # of the latest element
@@ -195,6 +219,7 @@ class _StreamPosition:
             self.sample = _sample(item)
 
     def state(self) -> dict[str, Any]:
+        """Return the position after the last element, as plain data."""
         if self.resume is not None:
             return self.resume
         return {

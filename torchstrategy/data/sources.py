@@ -183,7 +183,8 @@ class _Reading:
         self._is_agreed = is_agreed
         self._workers = workers
         self._is_first = True
-        self.position = _WholePosition(reader.position, length)
+        own = reader.position
+        self.position = Position(ask=lambda: {"step": own.num_read, **own.state()}, length=length)
 
     def __next__(self) -> LocalBatch:
         item = self._reader.next()
@@ -206,16 +207,6 @@ class _Reading:
         except Exception:
             self._reader.give_back()
             raise
-
-
-class _WholePosition:
-    def __init__(self, position: Position, length: int | None) -> None:
-        self._position = position
-        self._length = length
-
-    def state(self) -> dict[str, Any]:
-        state = self._position.state()
-        return {"step": state["num_read"], "length": self._length, **state}
 
 
 def splittable_element(data: Iterable[Any], placement: Placement) -> Components:

@@ -71,34 +71,13 @@ class CheckpointInputPipelineHook(SessionRunHook):
                 "CheckpointInputPipelineHook can't be used with asynchronous workers: they are at different batches "
                 "when the chief saves a checkpoint. Remove the hook, or train by ts.MultiWorkerMirroredStrategy."
             )
-        position = _DataPosition(session.dataset)
-        session.checkpoint.input_pipeline = position  # gets the values that were restored for this name
-        if session.global_step > 0 and not position.is_restored:
+        session.checkpoint.input_pipeline = session.dataset  # gets the values that were restored for this name
+        if session.global_step > 0 and not session.dataset.is_restored:
             logger.warning(
                 "The checkpoint of step %d holds no position in the data: it was saved without "
                 "CheckpointInputPipelineHook. The data starts anew.",
                 session.global_step,
             )
-
-
-class _DataPosition:
-    """The position in the data as an object of a checkpoint."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self.is_restored = False
-
-    @property
-    def state_is_collective(self) -> bool:
-        return bool(self._dataset.state_is_collective)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._dataset.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._dataset.load_state_dict(state)
-        self.is_restored = True
 
 
 class SecondOrStepTimer:

@@ -37,6 +37,7 @@ class Batches:
         self._ahead: Any = None
         self._is_at_start = True
         self._has_ended = False
+        self.is_restored = False
         self._begin()
 
     def example(self) -> tuple[Any, Any] | None:
@@ -69,6 +70,7 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken; if that was the end of the data, begin anew."""
         self._dataset.load_state_dict(state)
+        self.is_restored = True
         self._begin()
 
     @property

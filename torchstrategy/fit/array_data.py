@@ -22,6 +22,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.data.batch import Components, LocalBatch, division, take
 from torchstrategy.data.data_order import Workers, check_equal, checksum
+from torchstrategy.data.position import Position
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 from torchstrategy.fit.arguments import DataArguments, shown_type
 from torchstrategy.fit.batch_parts import pack_x_y_sample_weight
@@ -75,9 +76,9 @@ class ArraySource:
                 f"The state to resume from is of arrays with [examples, batch size] {state['sizes']}, these have "
                 f"{self._sizes}. Load it into the same data as it was taken from."
             )
-        position = _Position(self._sizes)
+        position = Position(sizes=self._sizes, seed=None)
         if state is not None and not state["is_finished"]:
-            position = _Position(self._sizes, state["step"], state["seed"])
+            position = Position(state["step"], sizes=self._sizes, seed=state["seed"])
         return _Reading(self._arrays, position, self.batch_size, self._placement, self._workers, shuffle=self._shuffle)
 
     def combine(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -93,26 +94,13 @@ class ArraySource:
         return self._arrays.rows(0, min(self.batch_size, self._arrays.num_examples))
 
 
-class _Position:
-    """How many batches were given, and what their order was drawn with."""
-
-    def __init__(self, sizes: list[int], step: int = 0, seed: int | None = None) -> None:
-        self._sizes = sizes
-        self.step = step
-        self.seed = seed
-        self.is_finished = False
-
-    def state(self) -> dict[str, Any]:
-        return {"step": self.step, "is_finished": self.is_finished, "sizes": self._sizes, "seed": self.seed}
-
-
 class _Reading:
     """One iteration."""
 
     def __init__(
         self,
         arrays: Arrays,
-        position: _Position,
+        position: Position,
         batch_size: int,
         placement: Placement,
         workers: Workers | None,
@@ -148,16 +136,17 @@ class _Reading:
     def _open(self) -> None:
         """Draw the order, here and not in ``start``: nobody may iterate over what was started."""
         position = self.position
-        is_new = self._shuffle and position.seed is None
+        seed = position.more["seed"]
         # Every rank draws, though the chief's number counts: ranks that were seeded alike stay alike.
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if is_new else position.seed
+        if self._shuffle and seed is None:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         if self._workers is not None:
             heard = self._workers.exchange("batch to begin with, and the order's seed", [position.step, seed])
             if len({step for step, _ in heard}) > 1:
                 steps = [step for step, _ in heard]
                 raise DisagreementError(f"The ranks begin with batches {steps}. Load the same state on every rank.")
             seed = heard[0][1]
-        position.seed = seed
+        position.more["seed"] = seed
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
             self._order = torch.randperm(self._arrays.num_examples, generator=generator, device="cpu")

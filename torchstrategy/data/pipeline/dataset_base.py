@@ -14,8 +14,8 @@ from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.pipeline.dataset_options import Options, check_shard
 from torchstrategy.data.pipeline.elements import map_leaves
 from torchstrategy.data.pipeline.iteration import (
+    Iterations,
     PipelineIterator,
-    Position,
     has_hint,
     shard_by_hint,
     shard_files,
@@ -39,7 +39,7 @@ class Pipeline(IterableDataset[Any]):
     def __init__(self, op: Op, options: Options | None = None) -> None:
         self._op = op
         self._options = options or Options()
-        self._position = Position(op)
+        self._position = Iterations(op)
         self._element_spec: Any = None
 
     def __iter__(self) -> PipelineIterator:
@@ -161,7 +161,7 @@ class Pipeline(IterableDataset[Any]):
             tensor([0, 1, 2, 3])
         """
         with torch.random.fork_rng(devices=[]):
-            for element in Position(without_buffers(self._op)).iterate():
+            for element in Iterations(without_buffers(self._op)).iterate():
                 return element
         raise ValueError(f"The dataset is empty, so the structure of its elements is not known: {self!r}")
 

@@ -17,8 +17,8 @@ from torchstrategy.data.pipeline.randomness import Draws, WorkerDraws
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [
+    "Iterations",
     "PipelineIterator",
-    "Position",
     "has_hint",
     "shard_by_hint",
     "shard_files",
@@ -59,7 +59,7 @@ def without_buffers(op: Op) -> Op:
     return op.transformed(lambda part: part.inputs[0] if part.only_buffers else part)
 
 
-class Position:
+class Iterations:
     """Where the latest iteration of a dataset stands, and where its next one begins.
 
     Args:
@@ -75,9 +75,9 @@ class Position:
         self._worker: tuple[int, Op] | None = None
         self._num_begun = 0
 
-    def copy(self) -> Position:
+    def copy(self) -> Iterations:
         """Return the position of a copy of the dataset: only what was loaded counts there."""
-        result = Position(self._op)
+        result = Iterations(self._op)
         result._loaded = self._loaded
         return result
 
