@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "CallSite",
+    "add_note",
     "call_site",
     "guard_lines",
     "info_once",
@@ -138,6 +139,14 @@ def warning_once(message: str) -> None:
     """Log a line at level WARNING the first time this process says it: a program may well mean what it does."""
     if _is_new(message, None):
         logger.warning(message)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to an error; before Python 3.11, which knows no notes, to the log."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        logger.error(note)
 
 
 def warn_once(message: str, stacklevel: int = 3, *, of: object = None) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
-__all__ = ["find", "snake_case"]
+__all__ = ["dtype_name", "find", "snake_case", "uncompiled_name"]
 
 _T = TypeVar("_T")
 
@@ -49,3 +49,13 @@ def snake_case(name: str) -> str:
     name = re.sub(r"\W+", "", name)
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def dtype_name(dtype: object) -> str:
+    """Return ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def uncompiled_name(name: str) -> str:
+    """Return a parameter's name, or the beginning of one, as it is in a module that was not compiled."""
+    return f"{name}.".replace("_orig_mod.", "").removesuffix(".")

@@ -23,7 +23,6 @@ __all__ = [
     "leaf_paths",
     "map_leaves",
     "map_structure",
-    "same_structure",
     "to_text",
     "unflatten",
 ]
@@ -120,11 +119,6 @@ def map_structure(fn: Callable[..., Any], structures: Sequence[Any]) -> Any:
             )
         columns.append(other_leaves)
     return spec.unflatten([fn(*row) for row in zip(*columns, strict=True)])
-
-
-def same_structure(first: Any, second: Any) -> bool:
-    """Say whether two structures differ in their leaves only."""
-    return bool(flatten(first)[1] == flatten(second)[1])
 
 
 def describe(spec: _Spec) -> str:

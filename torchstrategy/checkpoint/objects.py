@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.tracked import (
     Plan,
@@ -81,13 +82,15 @@ class TrackedModule(Tracked):
 
     def capture(self, strategy: Any) -> Any:
         state = self._state()
-        result = OrderedDict((_uncompiled(key), self._capture(key, value, strategy)) for key, value in state.items())
-        result._metadata = {_uncompiled(key): value for key, value in state._metadata.items()}  # type: ignore[attr-defined]
+        result = OrderedDict(
+            (uncompiled_name(key), self._capture(key, value, strategy)) for key, value in state.items()
+        )
+        result._metadata = {uncompiled_name(key): value for key, value in state._metadata.items()}  # type: ignore[attr-defined]
         return result
 
     def plan(self, state: Any, strategy: Any) -> Plan:
         own = self._state()
-        key_of = {_uncompiled(key): key for key in own}
+        key_of = {uncompiled_name(key): key for key in own}
         values = OrderedDict((key_of[name], value) for name, value in state.items() if name in key_of)
         variables = []
         for key in list(values):
@@ -97,7 +100,7 @@ class TrackedModule(Tracked):
                 check_tensor(f"{self.name}.{key}", values[key], own[key])
         metadata = getattr(state, "_metadata", {})
         values._metadata = {  # type: ignore[attr-defined]
-            key: metadata.get(_uncompiled(key), default) for key, default in own._metadata.items()
+            key: metadata.get(uncompiled_name(key), default) for key, default in own._metadata.items()
         }
 
         def apply() -> None:
@@ -113,7 +116,7 @@ class TrackedModule(Tracked):
         )
 
     def leaves(self) -> list[str]:
-        return [f"{self.name}.{_uncompiled(key)}" for key in self._state()]
+        return [f"{self.name}.{uncompiled_name(key)}" for key in self._state()]
 
     def _capture(self, key: str, value: Any, strategy: Any) -> Any:
         name = f"{self.name}.{key}"
@@ -294,10 +297,6 @@ def track_object(name: str, obj: Any) -> Tracked:
         "metric, a variable, a generator, a tensor, anything with state_dict and load_state_dict, or a dict, list or "
         "tuple of these. Wrap a number: torch.tensor(0)."
     )
-
-
-def _uncompiled(key: str) -> str:
-    return f"{key}.".replace("_orig_mod.", "")[:-1] if key.endswith("_orig_mod") else key.replace("_orig_mod.", "")
 
 
 def _check_metric(name: str, saved: dict[str, Any], metric: Any) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "has_failed",
     "num_usable_cores",
     "parse_driver_version",
+    "version_of",
 ]
 
 Status = Literal["info", "ok", "warn", "FAIL"]
@@ -139,7 +140,7 @@ class Host:
     cuda_version: str | None = torch.version.cuda
     driver_version: str | None = field(default_factory=lambda: _driver_version())
     num_tpu_chips: int = field(default_factory=lambda: count_tpu_chips(Path("/sys/bus/pci/devices")))
-    torch_xla_version: str | None = field(default_factory=lambda: _version("torch-xla"))
+    torch_xla_version: str | None = field(default_factory=lambda: version_of("torch-xla"))
 
     def addresses_of(self, name: str) -> list[str]:
         """Return the IP addresses of a host.
@@ -267,7 +268,8 @@ def count_tpu_chips(bus: Path) -> int:
     return found
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,6 @@ Each takes the host, and the job if it cares.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torchstrategy import patches
 from torchstrategy.base.job import Job
 from torchstrategy.base.version import __version__
-from torchstrategy.cli.host import Finding, Host, Status
+from torchstrategy.cli.host import Finding, Host, Status, version_of
 from torchstrategy.xla.runtime import check_installation
 
 __all__ = [
@@ -62,13 +61,13 @@ def _devices(host: Host, job: Job | None) -> Finding:
         return Finding(_SECTION, "TPUs", "FAIL", "PJRT_DEVICE=TPU, but this host has no TPU chip", remedy)
     if not chips:
         return Finding(_SECTION, "TPUs", "info", "none")
-    if _version("libtpu") is None:
+    if version_of("libtpu") is None:
         return Finding(_SECTION, "TPUs", "FAIL", f"{chips} chip(s), but libtpu is not installed", _INSTALL)
     num_workers = 1 if job is None or job.local_size is None else job.local_size
     if num_workers not in (1, chips):
         text = f"{num_workers} processes on this host, {chips} chips: start one process for each chip or one for all"
         return Finding(_SECTION, "TPUs", "FAIL", text, f"--nproc-per-node={chips}, or no launcher on a single host")
-    text = f"{chips} chip(s), libtpu {_version('libtpu')}"
+    text = f"{chips} chip(s), libtpu {version_of('libtpu')}"
     return Finding(_SECTION, "TPUs", "ok", text if num_workers == 1 else f"{text}, one for each process")
 
 
@@ -82,7 +81,7 @@ _FILES_PER_RANK = 4
 def check_versions(host: Host) -> Iterator[Finding]:
     """State the versions that all hosts must share."""
     versions = {"Python": platform.python_version(), "torchstrategy": __version__, "torch": torch.__version__}
-    versions |= {name: found for name in ("torch-xla", "numpy") if (found := _version(name))}
+    versions |= {name: found for name in ("torch-xla", "numpy") if (found := version_of(name))}
     versions |= {"CUDA": host.cuda_version} if host.cuda_version else {}
     versions |= {"NVIDIA driver": host.driver_version} if host.driver_version else {}
     yield Finding("Versions", "versions", "info", ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -206,10 +205,3 @@ def _local_size(job: Job | None) -> int:
         for index in spec.task_indices(kind)
     }
     return max(1, list(hosts.values()).count(hosts.get((str(job.task_type), job.task_id or 0), "")))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

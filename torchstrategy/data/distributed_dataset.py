@@ -10,7 +10,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import add_note, logger
 from torchstrategy.base.options import InputOptions
 from torchstrategy.base.values import PerReplica
 from torchstrategy.data.batch import LocalBatch, describe
@@ -362,9 +362,8 @@ class DistributedIterator:
         except Exception as error:  # noqa: BLE001 - raised in its turn, after the elements that were read before it
             self._end = error
             workers = self._dataset._workers
-            if hasattr(error, "add_note"):
-                where = "" if workers is None else f", on rank {workers.rank}"
-                error.add_note(f"Raised while element {self._num_read} of this iteration was read{where}.")
+            where = "" if workers is None else f", on rank {workers.rank}"
+            add_note(error, f"Raised while element {self._num_read} of this iteration was read{where}.")
             if workers is not None:
                 workers.report_failure("reading the dataset", error)
         except BaseException as interrupt:

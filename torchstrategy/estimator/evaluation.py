@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.base import tree
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import add_note, logger
 from torchstrategy.base.values import get_shares
 from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.cluster_resolver.detect import training_nothing
@@ -226,11 +226,11 @@ def _update(name: str, metric: Any, arguments: Any, batch: tuple[Any, Any, Any])
     try:
         metric.update(*arguments(*batch))
     except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(
-                f"The metric {name!r} of eval_metric_ops failed. A metric alone is updated with (labels, outputs), a "
-                "pair (metric, arguments) with the tuple that arguments(features, labels, outputs) returns."
-            )
+        add_note(
+            error,
+            f"The metric {name!r} of eval_metric_ops failed. A metric alone is updated with (labels, outputs), a "
+            "pair (metric, arguments) with the tuple that arguments(features, labels, outputs) returns.",
+        )
         raise
 
 

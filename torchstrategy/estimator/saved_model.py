@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base import tree
 from torchstrategy.base.log import logger
+from torchstrategy.base.names import dtype_name
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import build_restored
 from torchstrategy.estimator.export_outputs import ExportOutput, ServingInputReceiver
@@ -275,7 +276,7 @@ class _DynamicShapes:
         shape: list[int | None] = list(tensor.shape)
         if self._batch and shape and shape[0] == self._batch[0]:
             shape[0] = None
-        return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+        return {"dtype": dtype_name(tensor.dtype), "shape": shape}
 
 
 def _take_timestamp(temporary: str, base: str) -> str:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.context import set_within
 from torchstrategy.base.log import logger
+from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.checkpoint.atomic import checkpoint_file, read_checkpoint
 from torchstrategy.checkpoint.objects import track_object
@@ -97,12 +98,12 @@ class OptimizerNames:
 
 def named_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters, of the first replica, by their names in checkpoints: before ``torch.compile``."""
-    return {_uncompiled(name): value for name, value in bodies(module)[0].named_parameters()}
+    return {uncompiled_name(name): value for name, value in bodies(module)[0].named_parameters()}
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's buffers likewise."""
-    return {_uncompiled(name): value for name, value in bodies(module)[0].named_buffers()}
+    return {uncompiled_name(name): value for name, value in bodies(module)[0].named_buffers()}
 
 
 def load_variables(path: str) -> dict[str, Tensor]:
@@ -134,10 +135,6 @@ def as_array(value: Tensor) -> Any:
     """Return a tensor's values as a NumPy array, and those of a scalar as a NumPy number."""
     array = value.detach().cpu()
     return (array.float() if array.dtype == torch.bfloat16 else array).numpy()[()]  # NumPy lacks bfloat16
-
-
-def _uncompiled(name: str) -> str:
-    return name.replace("_orig_mod.", "")
 
 
 def _slots(key: str, names: Sequence[str], state: dict[Any, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchstrategy import errors
 from torchstrategy.base import tree
+from torchstrategy.base.names import dtype_name
 from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.weight_files import plain_module
@@ -208,7 +209,7 @@ def _advice(model: Any, data: Any) -> str:
     given = {leaf.dtype for leaf in tree.all_leaves(data) if isinstance(leaf, Tensor)}
     if wanted is None or wanted in given or len(given) != 1:
         return "If the shape of x is not what the first layer expects, change x (the first axis is the batch)."
-    name, own = str(wanted).removeprefix("torch."), str(given.pop()).removeprefix("torch.")
+    name, own = dtype_name(wanted), dtype_name(given.pop())
     return (
         f"The model's parameters are {name}, and x is {own}: if the first layer takes no integers, convert x "
         f"(x.to(torch.{name}); images also want a scale, as in x.float() / 255), or the model (model.to(x.dtype)). "

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchstrategy.base import tree
-from torchstrategy.base.log import warning_once
+from torchstrategy.base.log import add_note, warning_once
 from torchstrategy.fit.arguments import DataArguments, FitArguments, check_counts, warn_of_nan
 from torchstrategy.fit.batch_parts import check_first_batch, class_weight_applier
 from torchstrategy.fit.callbacks.callback import History
@@ -236,8 +236,7 @@ class Loop(StepLoop):
                 try:
                     numbers = self._test(validation.data, validation.steps, callbacks)
                 except Exception as error:
-                    if hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note("Raised while fit(validation_data=...) was evaluated.")
+                    add_note(error, "Raised while fit(validation_data=...) was evaluated.")
                     raise
                 logs |= {f"val_{name}": value for name, value in numbers.items()}
             position.epoch, position.step, position.is_at_end = epoch + 1, 0, False

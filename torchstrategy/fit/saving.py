@@ -16,6 +16,7 @@ from torch import nn
 from torchstrategy import errors
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy
+from torchstrategy.base.names import uncompiled_name
 from torchstrategy.checkpoint.atomic import read_archive, write_file
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore
@@ -135,7 +136,9 @@ def _content_of(model: nn.Module, weights: Any, strategy: Any) -> dict[str, Any]
     """Return what a file holds."""
     body = bodies(model)[0]
     own = bodies(plain_module(model))[0].state_dict(keep_vars=True)
-    known = {id(value): weights[_uncompiled(name)] for name, value in own.items() if _uncompiled(name) in weights}
+    known = {
+        id(value): weights[uncompiled_name(name)] for name, value in own.items() if uncompiled_name(name) in weights
+    }
     objects = {"model": body}
     training = None
     trainer = trainer_of(model)
@@ -220,7 +223,3 @@ def _make_optimizer(model: nn.Module, settings: dict[str, Any]) -> Any:
             f"load_model can't make the optimizer {settings['class'].__name__} of its defaults "
             f"{settings['defaults']}: {error}. Pass compile=False, and call model.compile(...) yourself."
         ) from error
-
-
-def _uncompiled(name: str) -> str:
-    return name.replace("_orig_mod.", "")

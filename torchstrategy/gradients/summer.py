@@ -39,7 +39,6 @@ __all__ = [
     "GradientSum",
     "GradientSummer",
     "doubt",
-    "optimizer_parameters",
 ]
 
 
@@ -390,11 +389,6 @@ class GradientSummer:
 
 def _early_reports(records: Sequence[_Record]) -> list[EarlyReport]:
     return [record.early for record in records if record.early is not None]
-
-
-def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters in its order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _at(indices: Sequence[int], values: Sequence[_Value]) -> Sequence[_Value]:

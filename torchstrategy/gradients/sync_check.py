@@ -21,11 +21,10 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError, DivergenceError
 from torchstrategy.gradients.notes import fingerprints
 from torchstrategy.replicas.buffers import BufferSync
-from torchstrategy.replicas.divergence import difference
+from torchstrategy.replicas.divergence import difference, may_differ
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import Record
-from torchstrategy.replicas.variables import Variable
 
 __all__ = ["check_sync", "compare_between_ranks", "differences_between_ranks"]
 
@@ -162,7 +161,7 @@ def _holdings(record: Record, hosting: Hosting, buffers: BufferSync, workers: Wo
     holdings: list[_Holding] = [{} for _ in range(num_local)]
     for dicts, key in slots:
         first = dicts[0].get(key)
-        if not isinstance(first, Tensor) or _may_differ(first) or (id(dicts[0]), key) in waiting:
+        if not isinstance(first, Tensor) or may_differ(first) or (id(dicts[0]), key) in waiting:
             continue
         for holding, own in zip(holdings, dicts, strict=True):
             holding[_unique(holding, names.get(id(first), f"tensor {key!r}"))] = own.get(key)
@@ -206,10 +205,6 @@ def _names(record: Record) -> dict[int, str]:
 
 def _unique(holding: _Holding, name: str) -> str:
     return name if name not in holding else f"{name} (number {len(holding)})"
-
-
-def _may_differ(tensor: Tensor) -> bool:
-    return isinstance(tensor, Variable) and tensor.diverges
 
 
 def _difference(first: Any, other: Any) -> str | None:

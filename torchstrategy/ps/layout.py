@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchstrategy.base.names import dtype_name
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.ps.store import check_rows
 
@@ -245,7 +246,7 @@ class VariableSpec:
             "id": self.id,
             "name": self.name,
             "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "trainable": self.trainable,
             "parts": [list(part) for part in self.parts],
         }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchstrategy.base.log import logger
+from torchstrategy.base.names import dtype_name
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.control_loop import ControlLoop, Peer
@@ -21,7 +22,6 @@ __all__ = [
     "SECONDS_BETWEEN_LINES",
     "SECONDS_TO_FIRST_LINE",
     "ServerLink",
-    "dtype_name",
     "set_default_dtype",
     "wait_for_servers",
 ]
@@ -30,11 +30,6 @@ __all__ = [
 SECONDS_TO_FIRST_LINE, SECONDS_BETWEEN_LINES = 10.0, 30.0
 _ASK_S = 1.0
 _REMEDY = "Start the coordinator's program again, and restore the last checkpoint."
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, as messages have it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def set_default_dtype(name: Any) -> None:

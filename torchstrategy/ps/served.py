@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchstrategy.base.context import current_frame
+from torchstrategy.base.names import dtype_name
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.spilling import new_tensor
 from torchstrategy.errors import InvalidArgumentError
@@ -114,7 +115,7 @@ class Served(RemoteTensor):
     @override
     def __repr__(self) -> str:  # type: ignore[override]
         spec = self.binding.spec
-        dtype = str(spec.dtype).removeprefix("torch.")
+        dtype = dtype_name(spec.dtype)
         where = ", ".join(f"ps {part.ps}" for part in spec.parts)
         kind, value = type(self).__name__, ""
         if self.numel() <= _NUM_SHOWN:

@@ -28,6 +28,7 @@ from torchstrategy.ps.optimizer_updates import attributes_of
 from torchstrategy.ps.served import Served, ServedVariable
 from torchstrategy.ps.user_modules import dumps
 from torchstrategy.replicas.copies import bind_step
+from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.runner import MergeRequest
@@ -276,7 +277,7 @@ class OptimizerLink:
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's ``state_dict`` would hold, with the state that is on the servers."""
         plain: dict[str, Any] = type(self.optimizer).state_dict(self.optimizer)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = optimizer_parameters(self.optimizer)
         states = {}
         for index, parameter in enumerate(parameters):
             state = self._bindings.client.optimizer_state(self.id, self._binding(parameter).spec)

@@ -25,6 +25,7 @@ from torchstrategy.ps.sharing_client import SharingClient
 from torchstrategy.ps.store import check_value
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 
@@ -316,7 +317,7 @@ class SharedOptimizer(OptimizerLink):
         self.optimizer.state.clear()
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return optimizer_parameters(self.optimizer)
 
 
 def _roots(objects: Sequence[Any]) -> list[nn.Module]:

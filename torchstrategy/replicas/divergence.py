@@ -26,6 +26,7 @@ __all__ = [
     "differences_between_copies",
     "digest",
     "hyper_parameters",
+    "may_differ",
 ]
 
 #: What an optimizer computes from gradients, such as a step size of its own, is rounded differently by unlike hardware.
@@ -248,7 +249,7 @@ def differences_between_copies(
     found = []
     for dicts, name in slots:
         first = dicts[0].get(name)
-        if not isinstance(first, torch.nn.Parameter) or any(_may_differ(own.get(name)) for own in dicts):
+        if not isinstance(first, torch.nn.Parameter) or any(may_differ(own.get(name)) for own in dicts):
             continue
         for other, own in enumerate(dicts[1:], 1):
             text = difference(first, own[name])
@@ -257,7 +258,8 @@ def differences_between_copies(
     return found
 
 
-def _may_differ(tensor: Any) -> bool:
+def may_differ(tensor: Any) -> bool:
+    """Say whether a tensor is a variable whose copies are meant to differ."""
     return isinstance(tensor, Variable) and tensor.diverges
 
 

@@ -32,7 +32,7 @@ from torchstrategy import patches
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import visible_devices
-from torchstrategy.base.log import info_once, logger
+from torchstrategy.base.log import add_note, info_once, logger
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.xla import runtime, system
 
@@ -391,5 +391,5 @@ def _call_with_hooks(module: Any, forward: _CompiledForward, args: Any, kwargs: 
 
 def _explain(error: RuntimeError) -> None:
     """Say in an error of the compiler that comes out of the function how to do without."""
-    if hasattr(error, "add_note") and "torch.compile" in str(error) and not getattr(error, "__notes__", None):
-        error.add_note("ts.function(jit_compile=False) runs the modules as they are, without torch.compile.")
+    if "torch.compile" in str(error) and not getattr(error, "__notes__", None):
+        add_note(error, "ts.function(jit_compile=False) runs the modules as they are, without torch.compile.")

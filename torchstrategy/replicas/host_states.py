@@ -15,7 +15,12 @@ from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock
 from torchstrategy.collectives.summing import in_memory_order, memory_order
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["Place", "StateSharing"]
+__all__ = ["Place", "StateSharing", "optimizer_parameters"]
+
+
+def optimizer_parameters(optimizer: Any) -> list[Tensor]:
+    """Return an optimizer's parameters in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Place:
@@ -170,7 +175,7 @@ class StateSharing:
     def follow(self, optimizer: Optimizer, description: dict[str, Any]) -> None:
         """Do on every process what the description of the chief says."""
         is_chief = self._workers.rank == 0
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = optimizer_parameters(optimizer)
         rows = description.get("tensors")
         shared: list[tuple[int, str, Tensor]] = []
         if rows:
@@ -205,7 +210,7 @@ class StateSharing:
 
 
 def _entries(optimizer: Optimizer) -> list[tuple[_Key, Any]]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = optimizer_parameters(optimizer)
     return [
         ((k, name), value)
         for k, parameter in enumerate(parameters)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base import tree
 from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.names import dtype_name
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.record import unrecorded
 
@@ -232,7 +233,7 @@ def _describe(state: MetricState) -> list[Any]:
 def _describe_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_describe_value(item) for item in value]
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
 
 
 def _rebuild(row: Sequence[Any], reader: _Reader) -> MetricState:

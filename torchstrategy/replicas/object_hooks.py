@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "SCALARS",
@@ -29,7 +28,6 @@ __all__ = [
     "copy_parameter_hooks",
     "differ",
     "is_plain",
-    "num_registrations",
     "own_hook",
     "push_belongings",
     "snapshot",
@@ -99,11 +97,6 @@ def is_plain(value: Any) -> bool:
 
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OWN = "_ts_is_own_hook"
-
-
-def num_registrations() -> int:
-    """Return how many hooks of modules and tensors were registered in this process: while it stays, none is new."""
-    return RemovableHandle.next_id
 
 
 #: What a parameter has beside its values: the keys of its hooks of each kind, and a snapshot of its attributes.

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import add_note
 
 __all__ = ["MergeRequest", "Runner", "Turns"]
 
@@ -370,8 +370,4 @@ def _take_results(threads: Sequence[_ReplicaThread]) -> list[Any]:
 
 def _note(error: BaseException, name: str) -> None:
     """Say in an error which replica raised it."""
-    note = f"Raised by {name}."
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # Python 3.10
-        logger.error(note)
+    add_note(error, f"Raised by {name}.")

@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 
 from torchstrategy.base.context import current_frame, current_replica_context
 from torchstrategy.base.log import warn_once
+from torchstrategy.base.names import dtype_name
 from torchstrategy.base.options import VariableAggregation, VariableSynchronization
 
 __all__ = ["Variable", "VariableOptions", "fitting", "make_copy", "to_tensor", "write"]
@@ -203,7 +204,7 @@ class Variable(Tensor):
         if array.dtype == torch.bfloat16:  # which numpy lacks
             array = array.float()
         shown = array.item() if array.ndim == 0 else repr(array.numpy())
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"<ts.Variable {self.name!r} shape={tuple(array.shape)} dtype={dtype}, numpy={shown}>"
 
     def __float__(self) -> float:

@@ -27,9 +27,10 @@ from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
 from torchstrategy.collectives.joining import devices_of_process, join
-from torchstrategy.gradients.summer import GradientSum, GradientSummer, optimizer_parameters
+from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory
+from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.on_read import AggregatingVariable, make_variable
 from torchstrategy.replicas.record import owner

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context
 from torchstrategy.base.devices import Placement, tensor_device
-from torchstrategy.base.log import info_once, set_rank, show_info
+from torchstrategy.base.log import add_note, info_once, set_rank, show_info
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -614,16 +614,17 @@ class Strategy:
         if self.workers is not None:
             self.workers.watch.report("Strategy.run", error, contexts[0]._replica_id)
         shares = contexts[0].batch_shares
-        if shares is None or not hasattr(error, "add_note") or self.num_replicas_in_sync == 1:
+        if shares is None or self.num_replicas_in_sync == 1:
             return
         if isinstance(error, (DeadlineExceededError, DisagreementError, UnavailableError)):
             return  # it is about other ranks, not about the share
         own = [shares.shares[context._replica_id] for context in contexts]
         if min(own) <= 1:
-            error.add_note(
+            add_note(
+                error,
                 f"The batch of {shares.total} examples was split into shares of {list(shares.shares)}. If the function "
                 "can't handle an empty or one-example share: choose another batch size or drop the last batch, use "
-                "`flatten(1)` instead of `view`, or ts.nn.SyncBatchNorm instead of a plain batch norm."
+                "`flatten(1)` instead of `view`, or ts.nn.SyncBatchNorm instead of a plain batch norm.",
             )
 
 

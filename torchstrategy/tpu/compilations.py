@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchstrategy.base import tree
+from torchstrategy.base.names import dtype_name
 from torchstrategy.base.values import DistributedValues
 from torchstrategy.tpu.device_values import SplitValues
 from torchstrategy.xla import runtime
@@ -173,7 +174,7 @@ def _static(leaf: Any) -> _Static:
 
 
 def _shape(tensor: Tensor, first: int) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape[first:]), str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape[first:]), dtype_name(tensor.dtype)
 
 
 def _number(leaf: Any) -> Any:

@@ -18,7 +18,8 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import info_once
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.notes import State
-from torchstrategy.gradients.summer import doubt, optimizer_parameters
+from torchstrategy.gradients.summer import doubt
+from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.tpu.protocols import AnyHosting, SpmdReplicaContext
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchstrategy.base import log
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [
@@ -205,9 +206,8 @@ def begin(operation: str, fn: Callable[..., Any], make: Callable[[], Iterator[An
 
 
 def add_note(error: Exception, operation: str, fn: Callable[..., Any], where: str) -> None:
-    """Say on an error in which operation and at which element it was raised; before Python 3.11 there are no notes."""
-    if hasattr(error, "add_note"):
-        error.add_note(f"Raised in {operation}({function_name(fn)}) for {where}")
+    """Say on an error in which operation and at which element it was raised."""
+    log.add_note(error, f"Raised in {operation}({function_name(fn)}) for {where}")
 
 
 def function_name(fn: Any) -> str:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from torchstrategy.base.names import dtype_name
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.errors import UnavailableError
-from torchstrategy.ps.links import ServerLink, dtype_name
+from torchstrategy.ps.links import ServerLink
 from torchstrategy.ps.results import decode_side
 from torchstrategy.ps.shipping import Shipper
 from torchstrategy.ps.transport.control_loop import ControlLoop

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torchstrategy.base import log
 from torchstrategy.base.log import logger
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
@@ -391,11 +392,10 @@ def _failure(reply: Any) -> Exception | None:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a line to an error, where Python can."""
-    if not hasattr(error, "add_note"):  # Python 3.10
-        return
-    error.add_note(note)
-    error.__notes__.insert(0, error.__notes__.pop())  # before the traceback
+    """Add a line to an error, before the traceback in its notes."""
+    log.add_note(error, note)
+    if hasattr(error, "__notes__"):
+        error.__notes__.insert(0, error.__notes__.pop())
 
 
 def _stays_there(name: str) -> Any:

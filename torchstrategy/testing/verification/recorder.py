@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.testing.verification.deviations import (
     Backward,
@@ -159,7 +160,7 @@ class Recorder:
 
     def watch_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Record an optimizer's steps under ``name``; parameters without a name are numbered."""
-        parameters = _parameters_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
         for number, parameter in enumerate(parameters):
             self.watch_parameter(f"{name}[{number}]", parameter)
         names = [self._parameters[id(parameter)] for parameter in parameters]
@@ -290,7 +291,7 @@ class Recorder:
         self.step.updates.append(update)
 
     def _find(self, optimizer: Optimizer) -> tuple[str, Mapping[str, Tensor]]:
-        own = _parameters_of(optimizer)
+        own = optimizer_parameters(optimizer)
         for name, known, names in self._optimizers:
             if any(body is optimizer for body in bodies(known)):
                 names = [*names, *(f"{name}[{k}]" for k in range(len(names), len(own)))]
@@ -308,7 +309,3 @@ class Recorder:
             for key, tensor in own.named_buffers() if buffers else own.named_parameters():
                 state[f"{name}.{key}" if name else key] = measured(tensor)
         return state
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
