@@ -169,6 +169,7 @@ def test_a_second_evaluator_is_refused(tmp_path):
             run(estimator)
 
 
+@pytest.mark.filterwarnings("ignore:MirroredStrategy joins no other processes:UserWarning")
 @pytest.mark.parametrize("strategy", [None, "mirrored"])
 def test_tasks_that_would_train_apart_are_refused(tmp_path, strategy):
     with as_task({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, "worker"):

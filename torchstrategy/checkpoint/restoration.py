@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 
-__all__ = ["CheckpointLoadStatus", "InitializationOnlyStatus", "Report", "Restoration", "join"]
+__all__ = ["CheckpointLoadStatus", "InitializationOnlyStatus", "Restoration", "join"]
 
 _numbers = itertools.count()
 

@@ -29,16 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from torchstrategy.base.addresses import ReservedPorts, join_address
 
-__all__ = [
-    "BACKEND",
-    "AgreeingRendezvous",
-    "Agreement",
-    "WorkerEnvironments",
-    "describe",
-    "describe_restart",
-    "exit_status",
-    "tf_config",
-]
+__all__ = ["BACKEND", "Agreement", "WorkerEnvironments", "describe", "describe_restart", "exit_status", "tf_config"]
 
 _MAX_LINES = 20
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = [
-    "Factory",
     "Routes",
     "backends_during_backward",
     "choose_implementation",

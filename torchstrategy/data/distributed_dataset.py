@@ -21,7 +21,7 @@ from torchstrategy.data.prefetch import DeviceCopies, InFlight
 from torchstrategy.data.sources import Reading, Source
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
 
-__all__ = ["DistributedDataset", "DistributedIterator", "OptionalElement"]
+__all__ = ["DistributedDataset", "DistributedIterator"]
 
 
 class DistributedDataset:

@@ -36,7 +36,7 @@ from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["Built", "Definition", "TrainOps", "build", "build_restored", "plain_strategy", "restore", "seeded"]
+__all__ = ["Built", "Definition", "build", "build_restored", "plain_strategy", "restore", "seeded"]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
 from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["EvaluationStepsHook", "evaluate_model", "find_checkpoint", "predict_with_model"]
+__all__ = ["EvaluationStepsHook", "evaluate_model", "predict_with_model"]
 
 
 def predict_with_model(

@@ -15,16 +15,7 @@ from torchstrategy.base.log import logger
 from torchstrategy.data.own_streams import InputContext
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 
-__all__ = [
-    "RepeatedBatch",
-    "argument_names",
-    "as_dataset",
-    "call_input_fn",
-    "call_model_fn",
-    "check_spec",
-    "parse_element",
-    "verify_model_fn_args",
-]
+__all__ = ["argument_names", "as_dataset", "call_input_fn", "call_model_fn", "parse_element", "verify_model_fn_args"]
 
 _PAIR = "input_fn should return (features, labels) as a len 2 tuple."
 

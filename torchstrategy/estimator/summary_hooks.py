@@ -29,7 +29,7 @@ from torchstrategy.summary import SummaryWriter, create_file_writer, create_noop
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session
 
-__all__ = ["LoggingTensorHook", "ProfilerHook", "StepCounterHook", "SummarySaverHook", "name_fetches", "open_writer"]
+__all__ = ["LoggingTensorHook", "ProfilerHook", "StepCounterHook", "SummarySaverHook"]
 
 #: Writers by folder. Their files are closed when the last hook has given them up.
 _writers: weakref.WeakValueDictionary[str, SummaryWriter] = weakref.WeakValueDictionary()

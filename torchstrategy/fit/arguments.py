@@ -21,7 +21,6 @@ __all__ = [
     "check_context",
     "check_counts",
     "check_flag",
-    "check_frequency",
     "named_arguments",
     "parse_amp",
     "parse_count",

@@ -29,8 +29,6 @@ __all__ = [
     "example_of",
     "explain_failed_call",
     "initialise_lazy_layers",
-    "is_described",
-    "map_described",
     "put_into_training",
 ]
 

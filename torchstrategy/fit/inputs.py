@@ -30,14 +30,7 @@ from torchstrategy.fit.array_data import Arrays, ArraySource, is_array, make_arr
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = [
-    "DEFAULT_BATCH_SIZE",
-    "Batches",
-    "DatasetCreator",
-    "make_batches",
-    "unpack_validation_data",
-    "unpack_x_y_sample_weight",
-]
+__all__ = ["Batches", "DatasetCreator", "make_batches", "unpack_validation_data", "unpack_x_y_sample_weight"]
 
 
 class DatasetCreator:

@@ -35,7 +35,7 @@ from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import owner
 from torchstrategy.strategies.default import get_strategy
 
-__all__ = ["TorchLoss", "is_torch_function", "make_part"]
+__all__ = ["TorchLoss", "make_part"]
 
 
 @dataclass(frozen=True)

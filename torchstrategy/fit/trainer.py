@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchstrategy.fit.compiled_metrics import CompiledMetrics
     from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["Trainer", "is_metric", "to_number", "trainer_of"]
+__all__ = ["Trainer", "is_metric", "trainer_of"]
 
 ATTRIBUTE = "_ts_trainer"
 

@@ -21,7 +21,7 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import group_by_layout, have_own_memory, memory_order, pack, plan_buckets, unpack
 from torchstrategy.gradients.power_sgd import LowRankSums
 
-__all__ = ["OPERATION", "Bucket", "DenseSums", "StartSum", "sum_in_buckets"]
+__all__ = ["OPERATION", "Bucket", "DenseSums", "sum_in_buckets"]
 
 #: What sums of gradients are called in messages of several ranks.
 OPERATION = "the sum of gradients"

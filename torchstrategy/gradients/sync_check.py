@@ -26,7 +26,7 @@ from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import Record
 
-__all__ = ["check_sync", "compare_between_ranks", "differences_between_ranks"]
+__all__ = ["check_sync", "compare_between_ranks"]
 
 _COMPARISON = "the comparison of parameters between ranks"
 

@@ -22,7 +22,7 @@ from torchstrategy.base.names import snake_case
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.replicas.mirrored import bodies
 
-__all__ = ["Metric", "as_dtype", "sum_dtype"]
+__all__ = ["Metric", "sum_dtype"]
 
 
 #: Methods of tf's variables, and what to write for them where states are tensors.

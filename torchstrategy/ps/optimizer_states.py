@@ -17,15 +17,7 @@ from torchstrategy.checkpoint.spilling import new_tensor
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
 from torchstrategy.ps.layout import VariableSpec
 
-__all__ = [
-    "JoinedState",
-    "MakeOptimizer",
-    "accepts_gradients",
-    "cut_state",
-    "pack_state",
-    "refuse_coupling",
-    "unpack_state",
-]
+__all__ = ["JoinedState", "accepts_gradients", "cut_state", "pack_state", "refuse_coupling", "unpack_state"]
 
 MakeOptimizer = Callable[[list[Tensor], bool], Optimizer]  # of parameters, and whether their gradients are sparse
 

@@ -26,7 +26,7 @@ from torchstrategy.errors import InvalidArgumentError, NotFoundError, Unimplemen
 from torchstrategy.ps.optimizer_states import accepts_gradients, refuse_coupling
 from torchstrategy.ps.store import Key, ParameterStore, StoredPart, check_rows, check_value
 
-__all__ = ["Definition", "Gradient", "ServedOptimizer", "attributes_of", "refuse_closures"]
+__all__ = ["Definition", "Gradient", "ServedOptimizer", "attributes_of"]
 
 _SMALL_BYTES = 1 << 20
 _BATCH_BYTES = 8 << 20  # parts are stepped together up to here, so that a pull does not wait for a whole model's update

@@ -29,7 +29,7 @@ from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["SharedOptimizer", "SharedValues"]
+__all__ = ["SharedValues"]
 
 
 class SharedValues:

@@ -27,7 +27,7 @@ from torchstrategy.ps.user_modules import is_sent_by_value
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.record import owner
 
-__all__ = ["Shipped", "Shipper", "are_same", "state_of", "state_of_tensor", "weakly", "what_it_refers_to"]
+__all__ = ["Shipper", "state_of", "weakly"]
 
 #: Types of attributes of modules that workers follow.
 _PLAIN = frozenset({bool, int, float, str, type(None)})

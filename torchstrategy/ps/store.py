@@ -20,7 +20,6 @@ from torchstrategy.ps.transport.messages import BufferPool
 
 __all__ = [
     "SCATTER_METHODS",
-    "UPDATE_METHODS",
     "Key",
     "ParameterStore",
     "StoredPart",

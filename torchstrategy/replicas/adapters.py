@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "HOMES",
     "Adapter",
     "HandleOfAll",
     "OutsideCall",

@@ -39,7 +39,7 @@ from torchstrategy.replicas.variables import Variable, VariableOptions, make_cop
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["CentralStorageStrategy", "HostUpdater", "HostedOptimizer", "step_on_host"]
+__all__ = ["CentralStorageStrategy"]
 
 _OPERATION = "the update on the host"
 _EVALUATE, _DONE = "evaluate", "done"

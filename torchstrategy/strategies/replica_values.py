@@ -29,7 +29,7 @@ from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["ReplicatedStrategy", "Scope", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results", "take_in"]
+__all__ = ["Scope", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results", "take_in"]
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:

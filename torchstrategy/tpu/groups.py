@@ -26,7 +26,6 @@ __all__ = [
     "check_shares",
     "compare_programs",
     "describe_program",
-    "find_groups",
     "had_examples",
     "make_groups",
     "values_of_group",

@@ -15,7 +15,7 @@ from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.strategies.replica_context import ReplicaContext
 from torchstrategy.xla.runtime import TpuRuntime
 
-__all__ = ["AnyGradients", "AnyHosting", "AnyRegion", "SpmdReplicaContext"]
+__all__ = ["AnyHosting", "AnyRegion", "SpmdReplicaContext"]
 
 
 class AnyRegion(Protocol):

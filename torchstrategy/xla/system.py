@@ -21,7 +21,7 @@ from torchstrategy.errors import NotFoundError
 from torchstrategy.xla.runtime import TpuRuntime, get_runtime
 from torchstrategy.xla.topology import Topology
 
-__all__ = ["TpuSystem", "current", "describe_living", "initialize", "require_initialized", "shutdown"]
+__all__ = ["TpuSystem", "current", "initialize", "require_initialized", "shutdown"]
 
 _MAX_NAMED = 5
 

@@ -24,17 +24,7 @@ from torchstrategy.data.pipeline.nodes import Positions
 from torchstrategy.data.pipeline.op import UNKNOWN_CARDINALITY, Op, Stream
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = [
-    "FilesOp",
-    "GeneratorOp",
-    "PositionsOp",
-    "files_source",
-    "generator_source",
-    "matching_files",
-    "one_element",
-    "progression",
-    "slices",
-]
+__all__ = ["files_source", "generator_source", "matching_files", "one_element", "progression", "slices"]
 
 
 @dataclass(frozen=True, eq=False)

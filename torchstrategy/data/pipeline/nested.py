@@ -17,7 +17,7 @@ from torchstrategy.data.pipeline.ops import elements_of
 from torchstrategy.data.pipeline.randomness import Draws, KeyedDraws
 from torchstrategy.data.readers.reading import read_from
 
-__all__ = ["ConcatenateOp", "Files", "Interleave", "InterleaveOp", "ZipOp"]
+__all__ = ["ConcatenateOp", "Files", "InterleaveOp", "ZipOp"]
 
 
 class Interleave(Node):

@@ -33,8 +33,6 @@ __all__ = [
     "check_features",
     "check_head",
     "make_factory",
-    "write_layer",
-    "write_weights",
 ]
 
 #: Makes an optimizer for parameters, or a list with one, as ``EstimatorSpec(train_op=)`` takes it.

@@ -27,10 +27,6 @@ from torchstrategy.estimator.feature_column.fingerprint import (
 )
 
 __all__ = [
-    "CrossedColumn",
-    "HashedCategoricalColumn",
-    "IdentityCategoricalColumn",
-    "WeightedCategoricalColumn",
     "categorical_column_with_hash_bucket",
     "categorical_column_with_identity",
     "crossed_column",
@@ -47,14 +43,14 @@ class WeightedCategoricalColumn(CategoricalColumn):
     dtype: torch.dtype
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return f"{self.categorical_column.name}_weighted_by_{self.weight_feature_key}"
 
     @property
-    def num_buckets(self) -> int:  # noqa: D102 - the base class's
+    def num_buckets(self) -> int:
         return self.categorical_column.num_buckets
 
-    def make_ids(self, features: Features) -> Ids:  # noqa: D102 - the base class's
+    def make_ids(self, features: Features) -> Ids:
         ids = self.categorical_column.ids(features)
         raw = features.raw(self.weight_feature_key)
         values = torch.zeros(raw.values.shape, device=features.device) if raw.is_empty else raw.values
@@ -114,14 +110,14 @@ class IdentityCategoricalColumn(CategoricalColumn):
     default_value: int | None
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return self.key
 
     @property
-    def num_buckets(self) -> int:  # noqa: D102 - the base class's
+    def num_buckets(self) -> int:
         return self.number_buckets
 
-    def make_ids(self, features: Features) -> Ids:  # noqa: D102 - the base class's
+    def make_ids(self, features: Features) -> Ids:
         values, present = features.integers(self.key)
         if self.default_value is not None:
             is_known = (values >= 0) & (values < self.number_buckets)
@@ -145,14 +141,14 @@ class HashedCategoricalColumn(CategoricalColumn):
     dtype: type[str] | torch.dtype
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return self.key
 
     @property
-    def num_buckets(self) -> int:  # noqa: D102 - the base class's
+    def num_buckets(self) -> int:
         return self.hash_bucket_size
 
-    def make_ids(self, features: Features) -> Ids:  # noqa: D102 - the base class's
+    def make_ids(self, features: Features) -> Ids:
         values: Strings | torch.Tensor
         values, present = features.strings(self.key) if self.dtype is str else features.integers(self.key)
         texts = map(str, values.flatten().tolist())  # tf hashes integers in decimal
@@ -241,14 +237,14 @@ class CrossedColumn(CategoricalColumn):
     hash_key: int | None
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return "_X_".join(sorted(key if isinstance(key, str) else key.name for key in self._leaves()))
 
     @property
-    def num_buckets(self) -> int:  # noqa: D102 - the base class's
+    def num_buckets(self) -> int:
         return self.hash_bucket_size
 
-    def make_ids(self, features: Features) -> Ids:  # noqa: D102 - the base class's
+    def make_ids(self, features: Features) -> Ids:
         inputs = [(_fingerprints(leaf, features), _is_sparse(leaf, features)) for leaf in self._leaves()]
         # tf's operation takes its dense inputs, features that are no columns, after the sparse ones
         ordered = [ids for ids, is_sparse in inputs if is_sparse] + [ids for ids, is_sparse in inputs if not is_sparse]

@@ -16,16 +16,7 @@ from torch.nn import functional as F
 from torchstrategy.checkpoint.reader import load_variable
 from torchstrategy.estimator.feature_column.features import CategoricalColumn, DenseColumn, Features, Ids, as_count
 
-__all__ = [
-    "COMBINERS",
-    "EmbeddingColumn",
-    "IndicatorColumn",
-    "category_weights",
-    "check_combiner",
-    "combine_rows",
-    "embedding_column",
-    "indicator_column",
-]
+__all__ = ["check_combiner", "combine_rows", "embedding_column", "indicator_column"]
 
 COMBINERS = ("mean", "sqrtn", "sum")
 
@@ -86,14 +77,14 @@ class IndicatorColumn(DenseColumn):
     categorical_column: CategoricalColumn
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return f"{self.categorical_column.name}_indicator"
 
     @property
-    def variable_shape(self) -> tuple[int, ...]:  # noqa: D102 - the base class's
+    def variable_shape(self) -> tuple[int, ...]:
         return (self.categorical_column.num_buckets,)
 
-    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002, D102 - the base's
+    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002 - the base's
         ids = self.categorical_column.ids(features)
         counts = torch.zeros((ids.values.shape[0], *self.variable_shape), dtype=torch.float32, device=ids.values.device)
         return counts.scatter_add(1, ids.values.clamp(min=0), category_weights(ids))
@@ -113,18 +104,18 @@ class EmbeddingColumn(DenseColumn):
     trainable: bool
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return f"{self.categorical_column.name}_embedding"
 
     @property
-    def variable_shape(self) -> tuple[int, ...]:  # noqa: D102 - the base class's
+    def variable_shape(self) -> tuple[int, ...]:
         return (self.dimension,)
 
     @property
-    def variable_names(self) -> tuple[str, ...]:  # noqa: D102 - the base class's
+    def variable_names(self) -> tuple[str, ...]:
         return ("embedding_weights",)
 
-    def make_variables(self) -> dict[str, nn.Parameter]:  # noqa: D102 - the base class's
+    def make_variables(self) -> dict[str, nn.Parameter]:
         shape = (self.categorical_column.num_buckets, self.dimension)
         if self.ckpt_to_load_from is None or self.tensor_name_in_ckpt is None:
             weights = torch.empty(shape)
@@ -140,7 +131,7 @@ class EmbeddingColumn(DenseColumn):
             weights = torch.empty(shape).copy_(loaded)
         return {"embedding_weights": nn.Parameter(weights, requires_grad=self.trainable)}
 
-    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: D102 - the base class's
+    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:
         ids = self.categorical_column.ids(features)
         return combine_rows(variables["embedding_weights"], ids, self.combiner, self.max_norm)
 

@@ -26,7 +26,6 @@ __all__ = [
     "FeatureColumn",
     "Features",
     "Ids",
-    "RawValues",
     "Strings",
     "as_count",
     "as_strings",

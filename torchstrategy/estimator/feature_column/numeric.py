@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from torchstrategy.estimator.feature_column.features import CategoricalColumn, DenseColumn, Features, Ids, check_key
 
-__all__ = ["BucketizedColumn", "NumericColumn", "bucketized_column", "numeric_column"]
+__all__ = ["NumericColumn", "bucketized_column", "numeric_column"]
 
 Normalizer = Callable[[Tensor], Tensor]
 
@@ -98,21 +98,21 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
     boundaries: tuple[float, ...]
 
     @property
-    def name(self) -> str:  # noqa: D102 - the base class's
+    def name(self) -> str:
         return f"{self.source_column.name}_bucketized"
 
     @property
-    def num_buckets(self) -> int:  # noqa: D102 - the base class's
+    def num_buckets(self) -> int:
         return (len(self.boundaries) + 1) * self.source_column.shape[0]
 
     @property
-    def variable_shape(self) -> tuple[int, ...]:  # noqa: D102 - the base class's
+    def variable_shape(self) -> tuple[int, ...]:
         return (*self.source_column.shape, len(self.boundaries) + 1)
 
-    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002, D102 - the base's
+    def dense(self, features: Features, variables: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002 - the base's
         return F.one_hot(self._buckets(features), len(self.boundaries) + 1).to(torch.float32)
 
-    def make_ids(self, features: Features) -> Ids:  # noqa: D102 - the base class's
+    def make_ids(self, features: Features) -> Ids:
         buckets = self._buckets(features)
         first = torch.arange(self.source_column.shape[0], device=buckets.device) * (len(self.boundaries) + 1)
         return Ids(buckets + first, torch.ones_like(buckets, dtype=torch.bool))

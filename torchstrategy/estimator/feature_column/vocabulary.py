@@ -26,12 +26,7 @@ from torchstrategy.estimator.feature_column.features import (
 )
 from torchstrategy.estimator.feature_column.fingerprint import bucket_of
 
-__all__ = [
-    "VocabularyFileCategoricalColumn",
-    "VocabularyListCategoricalColumn",
-    "categorical_column_with_vocabulary_file",
-    "categorical_column_with_vocabulary_list",
-]
+__all__ = ["categorical_column_with_vocabulary_file", "categorical_column_with_vocabulary_list"]
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -109,11 +104,11 @@ class VocabularyListCategoricalColumn(_VocabularyColumn):
     num_oov_buckets: int
 
     @property
-    def entries(self) -> Sequence[Any]:  # noqa: D102 - the base class's
+    def entries(self) -> Sequence[Any]:
         return self.vocabulary_list
 
     @property
-    def num_entries(self) -> int:  # noqa: D102 - the base class's
+    def num_entries(self) -> int:
         return len(self.vocabulary_list)
 
 
@@ -132,7 +127,7 @@ class VocabularyFileCategoricalColumn(_VocabularyColumn):
     num_oov_buckets: int
 
     @cached_property
-    def entries(self) -> Sequence[Any]:  # noqa: D102 - the base class's
+    def entries(self) -> Sequence[Any]:
         lines = _read_lines(self.vocabulary_file, self.vocabulary_size)
         if len(lines) < self.vocabulary_size:
             raise InvalidArgumentError(
@@ -148,7 +143,7 @@ class VocabularyFileCategoricalColumn(_VocabularyColumn):
         return entries
 
     @property
-    def num_entries(self) -> int:  # noqa: D102 - the base class's
+    def num_entries(self) -> int:
         return self.vocabulary_size
 
 

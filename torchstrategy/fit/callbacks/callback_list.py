@@ -15,7 +15,7 @@ from torchstrategy.fit.callbacks.callback import HOOKS, Callback, History, Logs
 from torchstrategy.fit.callbacks.progress import ProgbarLogger, check_verbose
 from torchstrategy.fit.callbacks.rates import TorchLRScheduler
 
-__all__ = ["CallbackList", "closest_hook", "describe_non_callback", "warn_of_unknown_hooks"]
+__all__ = ["CallbackList", "closest_hook"]
 
 _SYNONYMS = {
     "start": "begin",

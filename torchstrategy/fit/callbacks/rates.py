@@ -20,14 +20,7 @@ from torchstrategy.fit.callbacks.progress import print_line
 from torchstrategy.fit.callbacks.stopping import Goal, check_mode, find_goal, read_monitored
 from torchstrategy.replicas.mirrored import bodies
 
-__all__ = [
-    "LearningRateScheduler",
-    "ReduceLROnPlateau",
-    "TorchLRScheduler",
-    "learning_rates",
-    "optimizer_of",
-    "set_learning_rates",
-]
+__all__ = ["LearningRateScheduler", "ReduceLROnPlateau", "TorchLRScheduler", "learning_rates"]
 
 
 class ReduceLROnPlateau(Callback):

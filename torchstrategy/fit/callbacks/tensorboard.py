@@ -25,7 +25,7 @@ from torchstrategy.replicas.record import unrecorded
 from torchstrategy.summary import SummaryWriter, create_file_writer, histogram, scalar
 from torchstrategy.summary.writer import import_tensorboard
 
-__all__ = ["BatchProfiler", "TensorBoard", "model_graph", "parse_profile_batch"]
+__all__ = ["TensorBoard", "model_graph", "parse_profile_batch"]
 
 
 class BatchProfiler:

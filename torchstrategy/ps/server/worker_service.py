@@ -15,7 +15,7 @@ from torchstrategy.ps.transport.client_session import Session
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message, RefusedError
 
-__all__ = ["WorkerService", "all_stacks"]
+__all__ = ["WorkerService"]
 
 _MAX_CHARS = 100_000
 

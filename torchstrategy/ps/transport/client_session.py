@@ -11,7 +11,7 @@ from torchstrategy.ps.transport.messages import FencedError, Message, MessageErr
 from torchstrategy.ps.transport.secret import KEY_BYTES
 from torchstrategy.ps.transport.wires import Wire
 
-__all__ = ["SESSION_ID_BYTES", "Service", "Session"]
+__all__ = ["Service", "Session"]
 
 SESSION_ID_BYTES = 16
 

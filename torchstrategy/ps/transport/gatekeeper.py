@@ -18,7 +18,7 @@ from torchstrategy.ps.transport.limits import RefusalLog
 from torchstrategy.ps.transport.secret import NONCE_BYTES, Seal, Secret, derive, proof
 from torchstrategy.ps.transport.sockets import z85, zmq
 
-__all__ = ["DOMAIN", "Gatekeeper", "greet_client", "greet_server", "seals", "secure_client", "secure_server"]
+__all__ = ["Gatekeeper", "greet_client", "greet_server", "seals", "secure_client", "secure_server"]
 
 _MAGIC = b"tsTensr1"
 _ID_BYTES = 16

@@ -33,7 +33,7 @@ from torchstrategy.ps.transport.secret import Secret, find_secret
 from torchstrategy.ps.transport.sockets import Monitor, Waker, close_in_child, close_sockets, failure, require, zmq
 from torchstrategy.ps.transport.tensor_server import TensorServer
 
-__all__ = ["NUMBER_BYTES", "Listener"]
+__all__ = ["Listener"]
 
 NUMBER_BYTES = 8
 _JOIN_S = 5.0

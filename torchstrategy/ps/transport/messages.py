@@ -27,7 +27,6 @@ __all__ = [
     "Message",
     "MessageError",
     "RefusedError",
-    "TensorHeader",
     "check_size",
     "decode",
     "encode",

@@ -28,7 +28,6 @@ from torchstrategy.ps.transport.sockets import require, z85, zmq
 __all__ = [
     "FILE_VARIABLE",
     "KEY_BYTES",
-    "MIN_BYTES",
     "NONCE_BYTES",
     "VARIABLE",
     "Seal",

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "Event",
-    "Forkable",
     "Monitor",
     "Waker",
     "close_in_child",

@@ -22,7 +22,7 @@ from torchstrategy.ps.transport.secret import NONCE_BYTES, Seal, Secret
 from torchstrategy.ps.transport.sockets import Waker, zmq
 from torchstrategy.ps.transport.wires import CurveWire, StreamWire, Wire
 
-__all__ = ["TensorDoor", "TensorServer"]
+__all__ = ["TensorServer"]
 
 _MAX_STRANGERS = 64
 _DOOR_JOIN_S = 2.0

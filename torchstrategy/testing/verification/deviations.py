@@ -27,7 +27,6 @@ __all__ = [
     "deviations",
     "dump",
     "flat",
-    "furthest",
     "hash_rows",
     "is_close",
     "is_rounding",

@@ -17,7 +17,7 @@ from torchstrategy.testing.verification.deviations import load
 from torchstrategy.testing.verification.script_launch import log_path, start
 from torchstrategy.testing.verification.script_process import EXITED, ScriptRun, Setup, record_path
 
-__all__ = ["PrintedDifference", "ScriptError", "ScriptReport", "Start", "printed_differences", "verify_script"]
+__all__ = ["ScriptError", "Start", "verify_script"]
 
 # Whole numbers are left out: numbers of replicas, batches and steps may well differ.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|nan|inf)(?![\w.])")
