@@ -18,7 +18,7 @@ def installed(monkeypatch):
                 raise ImportError(fault)
 
         monkeypatch.setattr(host_checks, "check_installation", check)
-        monkeypatch.setattr(host_checks, "_version", lambda package: libtpu)
+        monkeypatch.setattr(host_checks, "version_of", lambda package: libtpu)
 
     return install
 

@@ -20,6 +20,7 @@ from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
 from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.tracked import Plan
+from torchstrategy.fit.safetensors_files import SAFE_SUFFIX, find_safetensors, read_safetensors, write_safetensors
 from torchstrategy.fit.trainer import ATTRIBUTE, trainer_of
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import owner
@@ -43,7 +44,6 @@ _Path = str | os.PathLike[str]
 MODEL_FORMAT = "torchstrategy.model"
 _CHECKPOINT_FORMAT = "torchstrategy.checkpoint"
 _FILE_SUFFIXES = (".pt", ".pth", ".bin")
-_SAFE_SUFFIX = ".safetensors"
 _WRAPPED = "module."
 _REMEDY = "Take another file."
 _OWN_MODULES = "torchstrategy.fit."  # some of which import this one
@@ -87,8 +87,8 @@ def save_weights(
     """
     strategy = strategy_of(model)
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix == _SAFE_SUFFIX:
-        _safetensors()
+    if suffix == SAFE_SUFFIX:
+        find_safetensors()
     elif suffix not in _FILE_SUFFIXES:
         _save_checkpoint(model, os.fspath(path), strategy, overwrite=overwrite)
         return
@@ -97,8 +97,8 @@ def save_weights(
     def write(file: str) -> None:
         with spilled_to(os.path.dirname(file)):
             weights = capture()
-            if suffix == _SAFE_SUFFIX:
-                _write_safely(file, weights)
+            if suffix == SAFE_SUFFIX:
+                write_safetensors(file, weights)
             else:
                 write_file(file, lambda opened: torch.save(weights, opened))
 
@@ -253,8 +253,8 @@ def _read_weights(file: str) -> Mapping[str, Any]:
     Raises:
         DataLossError: it holds none.
     """
-    if file.lower().endswith(_SAFE_SUFFIX):
-        return _read_safely(file)
+    if file.lower().endswith(SAFE_SUFFIX):
+        return read_safetensors(file)
     content = read_archive(file, what="a file of weights", remedy=_REMEDY)
     kind = content.get("format") if isinstance(content, dict) else None
     if kind == _CHECKPOINT_FORMAT:
@@ -273,59 +273,6 @@ def _read_weights(file: str) -> Mapping[str, Any]:
             "Model.save, ModelCheckpoint or torch.save(module.state_dict(), path)."
         )
     return content
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ImportError(
-            "Files that end in .safetensors need the package safetensors: pip install 'torchstrategy[safetensors]'. Or "
-            "take a path that ends in .pt, which plain torch reads."
-        ) from error
-    return safetensors
-
-
-def _write_safely(file: str, weights: Mapping[str, Any]) -> None:
-    """Write tensors in the format of safetensors.
-
-    Raises:
-        ValueError: not all are tensors that the format knows.
-    """
-    others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
-    if others:
-        raise ValueError(
-            f"save_weights: {file} can hold tensors only, and not {others[0]!r}, which is of an object's extra state. "
-            "Take a path that ends in .pt."
-        )
-    memory: set[int] = set()
-    tensors: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        tensors[name] = value
-        if value.layout is not torch.strided:
-            continue  # which the library refuses
-        storage = value.untyped_storage()
-        # Two names for one memory are refused: readers would lose one of them.
-        is_own = storage.nbytes() == value.numel() * value.itemsize and storage.data_ptr() not in memory
-        tensors[name] = value.contiguous() if is_own else value.clone(memory_format=torch.contiguous_format)
-        memory.add(storage.data_ptr())
-    library = _safetensors()
-    try:
-        # Into the file that is open already: the library takes a name, and would need all of the file in memory.
-        write_file(file, lambda opened: library.torch.save_file(tensors, opened.name, metadata={"format": "pt"}))
-    except (ValueError, KeyError, library.SafetensorError) as error:
-        raise ValueError(
-            f"save_weights: {file} can't hold these weights ({error}). Take a path that ends in .pt."
-        ) from error
-
-
-def _read_safely(file: str) -> Mapping[str, Any]:
-    library = _safetensors()
-    try:
-        weights: dict[str, Tensor] = library.torch.load_file(file)
-    except library.SafetensorError as error:
-        raise errors.DataLossError(f"{file} is damaged, or no file of safetensors ({error}). {_REMEDY}") from error
-    return weights
 
 
 def _plan_weights(module: nn.Module, weights: Mapping[str, Any], file: str, strategy: Any, *, strict: bool) -> Plan:
