@@ -35,7 +35,7 @@ replicas is exact for equal shares only.
 
 Between processes the parameters are compared as well: the first two sums of an optimizer, and every
 ``check_every``-th, exchange a fingerprint of each parameter's bits that knows the place of each element
-(``fingerprints.py``). All ranks are meant to hold equal bits; only where those differ are values compared, with a
+(``notes.py``). All ranks are meant to hold equal bits; only where those differ are values compared, with a
 tolerance. A checkpoint that is loaded on the chief only would otherwise train on in silence; since every record tells
 how often the parameters were written to and a digest of the optimizer's hyper-parameters
 (``replicas/divergence.py``), such a load and a rate that is set on one rank are found at the next sum. The
@@ -46,7 +46,7 @@ where ranks have written unequally often 20 times without a difference, the next
 ``check_every``-th sum, which begins to count anew.
 
 **Sums that begin during ``backward``** (``gradients/early.py``, ``early_buckets.py``) are a wager on top of that, on
-the same buckets (``buckets.py``), with one replica in a process. After a step all ranks expect the optimizer that came
+the same buckets (``dense.py``), with one replica in a process. After a step all ranks expect the optimizer that came
 next the last time, and bring its gradients in the same buckets of 4 MiB, in the order in which they were complete on
 rank 0. A hook counts backward passes; when a bucket's parameters have had as many as before their last step, its
 gradients are copied and the sum of the copies starts, on backends of its own, so that its order against the program's

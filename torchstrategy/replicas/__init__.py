@@ -46,7 +46,7 @@ reproducible, because the generator's state is swapped with the turn.
 **At once.** With ``concurrent=True`` the others' threads run at the same time as replica 0 on the caller's thread,
 each with its share of the cores. Replica 0 has torch's default generator of the CPU, the others have generators of
 their own, with the streams that they have in turns: on their threads a dispatch key is switched on, on which the
-operators that take a generator have kernels that pass the thread's (``thread_generators.py``). torch offers no
+operators that take a generator have kernels that pass the thread's (``random.py``). torch offers no
 default generator for each thread; a function mode would not see what torch draws by itself, and would make each
 attribute of a tensor slower, and a lock around drawing would not keep two streams apart. The process keeps memory
 that it frees, because the kernel gives it out, and takes it back, for one thread at a time: with glibc's defaults

@@ -36,7 +36,7 @@ a write shows as another plain tensor, whichever way it was made. An optimizer's
 that makes of the parameters is given to all. Of what groups write to a parameter by themselves the first group's
 counts, and all are compared on the devices, because they were computed from the same numbers unless they followed the
 share's size. Hosts that drive their devices together would each have to trace groups of which they have no member;
-they refuse uneven shares (``hosts.py``).
+they refuse uneven shares (``groups.py``).
 
 **State as rows.** What replicas keep from one run to the next and where they may differ (local gradients, buffers,
 metric states) is held as ``[n, ...]``. Outside ``run`` the tensor shows replica 0's value; inside, it is entered
