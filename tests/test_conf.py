@@ -50,7 +50,10 @@ def test_no_command_finds_what_another_one_has_saved():
     for config in ("estimator", "fault_tolerant", "parameter_server", "sharded_files"):
         head = re.match(r"(?:# .*\n)+", (CONF / f"{config}.yaml").read_text())[0]
         for command in re.findall(rf"recipes/{config}\.py(.*)", head):
-            folders.append(settings(config, *shlex.split(command, comments=True)).folder)
+            options = OmegaConf.from_dotlist(
+                [o for o in shlex.split(command, comments=True) if o.startswith("folder=")]
+            )
+            folders.append(OmegaConf.merge(OmegaConf.load(CONF / f"{config}.yaml"), options).folder)
     assert len(folders) == len(set(folders)) > 12
 
 

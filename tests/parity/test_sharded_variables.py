@@ -11,7 +11,7 @@ import torchstrategy as ts
 from tests.parity.driver import EXCEPTIONS
 from tests.ps.memory_client import MemoryStrategy
 from torchstrategy.experimental.partitioners import FixedShardsPartitioner
-from torchstrategy.ps.served import ShardedVariable
+from torchstrategy.ps.served_variables import ShardedVariable
 
 HERE = Path(__file__).parent
 DIFFERENCES_PATH = HERE.parents[1] / "docs" / "differences.md"

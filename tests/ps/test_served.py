@@ -13,7 +13,8 @@ from torch import nn
 import torchstrategy as ts
 from tests.ps.memory_client import MemoryStrategy
 from torchstrategy.experimental.partitioners import FixedShardsPartitioner
-from torchstrategy.ps.served import ServedBuffer, ServedParameter, ServedVariable, ShardedVariable
+from torchstrategy.ps.served import ServedBuffer, ServedParameter
+from torchstrategy.ps.served_variables import ServedVariable, ShardedVariable
 
 
 @pytest.fixture

@@ -607,6 +607,7 @@ def moving_averages(decorate, devices):
     return torch.cat([value.flatten().double() for value in model.state_dict().values()])
 
 
+@pytest.mark.slow
 def test_batch_norm_on_two_replicas():
     decorate = ts.function(jit_compile=True, backend="aot_eager")
     for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):

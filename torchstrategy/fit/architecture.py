@@ -98,6 +98,7 @@ _MOVED = {
     "torchstrategy.callbacks": "torchstrategy.fit.callbacks",
     "torchstrategy.training": "torchstrategy.fit",
     "torchstrategy.fit.callbacks.history": "torchstrategy.fit.callbacks.callback",
+    "torchstrategy.fit.callbacks.lambda_callback": "torchstrategy.fit.callbacks.callback_list",
     "torchstrategy.fit.callbacks.monitor": "torchstrategy.fit.callbacks.stopping",
     "torchstrategy.fit.callbacks.torch_scheduler": "torchstrategy.fit.callbacks.rates",
     "torchstrategy.fit.loss_tracker": "torchstrategy.fit.compiled_loss",

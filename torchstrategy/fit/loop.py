@@ -21,10 +21,10 @@ from torchstrategy.fit.batch_parts import check_first_batch, class_weight_applie
 from torchstrategy.fit.callbacks.callback import History
 from torchstrategy.fit.callbacks.callback_list import CallbackList
 from torchstrategy.fit.calling import Evaluating, put_into_training
-from torchstrategy.fit.fit_position import FitPosition
 from torchstrategy.fit.inputs import Batches, make_batches, unpack_validation_data
 from torchstrategy.fit.rank_comparison import check_alike
 from torchstrategy.fit.step_loop import StepLoop
+from torchstrategy.fit.steps import FitPosition
 from torchstrategy.fit.validation import Validation, split_arrays
 
 __all__ = ["Loop"]

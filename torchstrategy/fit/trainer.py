@@ -14,8 +14,7 @@ from torchstrategy.base.context import has_strategy, in_cross_replica_context
 from torchstrategy.base.values import get_shares
 from torchstrategy.fit.arguments import COUNTS, check_flag, parse_amp, parse_count, parse_jit
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.fit.fit_position import FitPosition
-from torchstrategy.fit.steps import current_step
+from torchstrategy.fit.steps import FitPosition, current_step
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.mirrored import bodies, resolve

@@ -31,9 +31,9 @@ from torchstrategy.gradients.notes import State, fingerprints
 from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
 from torchstrategy.gradients.sync_check import compare_between_ranks, names_of
 from torchstrategy.replicas.buffers import BufferSync
-from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.divergence import check_rows, hyper_parameters
 from torchstrategy.replicas.divergence import digest as digest_of
+from torchstrategy.replicas.module_tensors import Slot
 
 __all__ = [
     "GradientSum",

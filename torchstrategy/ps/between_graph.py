@@ -26,8 +26,9 @@ from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
 from torchstrategy.gradients.hooks import install
 from torchstrategy.ps.bindings import Kind
-from torchstrategy.ps.served import Served, make_served
+from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_optimizers import SharedStep, SharedVariable, push_steps
+from torchstrategy.ps.served_variables import make_served
 from torchstrategy.ps.sharing import SharedValues
 from torchstrategy.ps.sharing_client import SharingClient, SharingLink, connect, finish
 from torchstrategy.ps.transport.control_loop import ControlLoop

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy.ps.optimizer_updates import attributes_of
-from torchstrategy.ps.served import Served, ServedVariable
+from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_optimizers import hyper_parameters, make_worker_optimizer, step_hooks
+from torchstrategy.ps.served_variables import ServedVariable
 from torchstrategy.ps.user_modules import CodePickler, pickled_by_value
 from torchstrategy.replicas.record import owner
 

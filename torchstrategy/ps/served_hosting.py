@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from torchstrategy.base.log import warn_once
 from torchstrategy.ps.bindings import Binding, Kind, RefreshWhenCalled
-from torchstrategy.ps.served import NO_HOOKS, Served, make_served, serve, served_class
+from torchstrategy.ps.served import NO_HOOKS, Served
 from torchstrategy.ps.served_optimizers import OptimizerLink
+from torchstrategy.ps.served_variables import make_served, serve, served_class
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.record import owner

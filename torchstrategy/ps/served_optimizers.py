@@ -25,7 +25,8 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.options import ReduceOp, VariableAggregation
 from torchstrategy.ps.bindings import Binding, Bindings
 from torchstrategy.ps.optimizer_updates import attributes_of
-from torchstrategy.ps.served import Served, ServedVariable
+from torchstrategy.ps.served import Served
+from torchstrategy.ps.served_variables import ServedVariable
 from torchstrategy.ps.user_modules import dumps
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_states import optimizer_parameters

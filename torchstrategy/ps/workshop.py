@@ -23,8 +23,9 @@ from torchstrategy.ps.bindings import Binding, Bindings, Kind, RefreshWhenCalled
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import VariableSpec
 from torchstrategy.ps.pickling import split_header
-from torchstrategy.ps.served import ServedParameter, make_served, served_class
+from torchstrategy.ps.served import ServedParameter
 from torchstrategy.ps.served_optimizers import OptimizerLink
+from torchstrategy.ps.served_variables import make_served, served_class
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.variables import VariableOptions
 

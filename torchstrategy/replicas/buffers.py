@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 

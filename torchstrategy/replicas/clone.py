@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -36,16 +35,13 @@ from torchstrategy.replicas.copies import (
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
-from torchstrategy.replicas.object_hooks import Belongings, belongings_of, is_plain, push_belongings
+from torchstrategy.replicas.module_tensors import Slot, Stamp, grad_stamp, leaf_grad, tensors_of
+from torchstrategy.replicas.object_hooks import is_plain
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["ReplicaSet", "Slot"]
-
-#: ``_parameters`` or ``_buffers`` of one module on every replica, and a name in it.
-Slot = tuple[tuple[dict[str, Any], ...], str]
-_Stamp = tuple[int, int, int, bool, int, int]
+__all__ = ["ReplicaSet"]
 
 
 class ReplicaSet:
@@ -159,7 +155,7 @@ class ReplicaSet:
 
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer lives, on each replica."""
-        of_modules = [slot for mirror in self._mirrors() if mirror.is_module for slot in _tensors_of(mirror).slots]
+        of_modules = [slot for mirror in self._mirrors() if mirror.is_module for slot in tensors_of(mirror).slots]
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def optimizers(self) -> list[tuple[Optimizer, ...]]:
@@ -175,14 +171,14 @@ class ReplicaSet:
         self._all_noted = False
         for variable in recorded_variables(self._record):
             grad, version = self._variable_grads.get(id(variable), (None, 0))
-            if _grad_stamp(variable.copy_on(0)) != ((0, 0) if grad is None else (id(grad), version)):
+            if grad_stamp(variable.copy_on(0)) != ((0, 0) if grad is None else (id(grad), version)):
                 _check_gradient(variable.name, variable.copy_on(0))
             variable.follow_first()
         mirrors = self._mirrors()
         for mirror in mirrors:
             mirror.push_changes()
             if mirror.is_module:
-                tensors = _tensors_of(mirror)
+                tensors = tensors_of(mirror)
                 for slot, before, now in tensors.changes():
                     self._copy_slot(mirror, slot, before, now)
                 tensors.accept_changes()
@@ -195,12 +191,12 @@ class ReplicaSet:
         variables = recorded_variables(self._record)
         for variable in variables:
             variable.note_in_step()
-        grads = {id(variable): _grad(variable.copy_on(0)) for variable in variables}
+        grads = {id(variable): leaf_grad(variable.copy_on(0)) for variable in variables}
         self._variable_grads = {key: (grad, 0 if grad is None else grad._version) for key, grad in grads.items()}
         for mirror in self._mirrors():
             mirror.hooks.note()
             if mirror.is_module:
-                _tensors_of(mirror).note()
+                tensors_of(mirror).note()
             elif isinstance(mirror.bodies[0], Optimizer):
                 self._groups[mirror.bodies[0]] = _group_ids(mirror.bodies[0])
 
@@ -219,7 +215,7 @@ class ReplicaSet:
                 continue
             memo[id(obj)] = mirror.bodies[local_id]
             if mirror.is_module:
-                _tensors_of(mirror)
+                tensors_of(mirror)
                 memo.update(mirror.known_on(local_id))
         self._add_new(memo, local_id, new)
         return memo
@@ -244,7 +240,7 @@ class ReplicaSet:
             return variable.copies[1:]
         for mirror in self._mirrors():
             if mirror.is_module:
-                _tensors_of(mirror)
+                tensors_of(mirror)
                 others = mirror.counterparts(tensor)
                 if others is not None:
                     return others
@@ -298,7 +294,7 @@ class ReplicaSet:
                     target["params"] = [self.counterpart(i, parameter) for parameter in source["params"]]
                 _copy_hyper_parameters(source, target)
 
-    def _copy_slot(self, mirror: Mirror, slot: Slot, before: _Stamp, now: _Stamp) -> None:
+    def _copy_slot(self, mirror: Mirror, slot: Slot, before: Stamp, now: Stamp) -> None:
         dicts, name = slot
         first = dicts[0].get(name)
         if before[:4] != now[:4] and not isinstance(first, Variable):  # which keeps its copies in step itself
@@ -314,111 +310,8 @@ class ReplicaSet:
             own[name].grad = None if first.grad is None else torch.zeros_like(own[name])
 
 
-class _ModuleTensors:
-    """The parameters and buffers of one module on every replica, and what replica 0's were after the last run."""
-
-    def __init__(self, mirror: Mirror, before: _ModuleTensors | None) -> None:
-        self.slots = _slots_of(mirror, "_parameters")
-        self._num_parameters = len(self.slots)
-        self.slots += _slots_of(mirror, "_buffers")
-        old: dict[str, _Stamp] = {}
-        if before is not None:
-            old = {name: stamp for (_, name), stamp in zip(before.slots, before._stamps, strict=True)}
-        self._stamps: list[_Stamp] = []
-        for slot in self.slots:
-            dicts, name = slot
-            mirror.know(tuple(own[name] for own in dicts))
-            # What is new is copied at the next run, except for gradients: those from before count once.
-            self._stamps.append(old.get(name) or _unknown(_stamp(slot)))
-        self._grads: list[Tensor | None] = []
-        self._changed = False
-        known: dict[str, Belongings] = {} if before is None else before._belongings
-        self._belongings: dict[str, Belongings] = {
-            name: known.get(name) or belongings_of(dicts[0][name]) for dicts, name in self._parameters()
-        }
-
-    def changes(self) -> list[tuple[Slot, _Stamp, _Stamp]]:
-        """Return the slots that changed on replica 0 since ``note``, with what they were and are."""
-        now = [_stamp(slot) for slot in self.slots]
-        self._changed = now != self._stamps
-        if not self._changed:
-            return []
-        changed = [b != n for b, n in zip(self._stamps, now, strict=True)]
-        # torch's batch normalisation writes its moving averages without moving their version, but counts its batches.
-        any_buffer = any(changed[self._num_parameters :])
-        return [
-            (slot, _unknown(n) if any_buffer and k >= self._num_parameters else b, n)
-            for k, (slot, b, n) in enumerate(zip(self.slots, self._stamps, now, strict=True))
-            if changed[k] or (any_buffer and k >= self._num_parameters)
-        ]
-
-    def accept_changes(self) -> None:
-        """Take what ``changes`` returned as known."""
-        self._grads = []
-        if self._changed:
-            self._stamps = [_stamp(slot) for slot in self.slots]
-
-    def push_belongings(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
-        """Let the other replicas' parameters follow the hooks and attributes of replica 0's."""
-        for dicts, name in self._parameters() if self._belongings else ():
-            now = belongings_of(dicts[0][name])
-            if self._belongings[name] != now:
-                push_belongings([own[name] for own in dicts], self._belongings[name], now, values_for)
-                self._belongings[name] = now
-
-    def _parameters(self) -> list[Slot]:
-        if not self._num_parameters:
-            return []
-        found = [(slot, slot[0][0].get(slot[1])) for slot in self.slots[: self._num_parameters]]
-        return [s for s, p in found if type(p) is nn.Parameter or not isinstance(p, (Variable, NoneType))]
-
-    def note(self) -> None:
-        """Note what replica 0's tensors are and have."""
-        self._stamps = [_stamp(slot) for slot in self.slots]
-        self._belongings = {name: belongings_of(dicts[0][name]) for dicts, name in self._parameters()}
-        # Kept so that a gradient which is made outside can't have the id of one that was freed.
-        self._grads = [_grad(dicts[0].get(name)) for dicts, name in self.slots]
-
-
-def _tensors_of(mirror: Mirror) -> _ModuleTensors:
-    tensors = mirror.tensors
-    if tensors is None or mirror.is_stale:
-        tensors = mirror.tensors = _ModuleTensors(mirror, tensors)
-        mirror.is_stale = False
-    return tensors  # type: ignore[no-any-return]
-
-
-def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:
-    dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
-    return [(dicts, name) for name, value in dicts[0].items() if value is not None]
-
-
 def _group_ids(optimizer: Optimizer) -> list[tuple[int, ...]]:
     return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
-
-
-def _unknown(stamp: _Stamp) -> _Stamp:
-    """Return the stamp of a tensor whose value on the other replicas is not known, though its gradient is."""
-    return (0, 0, 0, False, *stamp[4:])
-
-
-def _stamp(slot: Slot) -> _Stamp:
-    dicts, name = slot
-    tensor = dicts[0].get(name)
-    if tensor is None:
-        return (0, 0, 0, False, 0, 0)
-    try:
-        version = tensor._version
-    except RuntimeError:  # an inference tensor
-        version = -1
-    grad = tensor.grad if tensor.is_leaf else None
-    of_grad = (0, 0) if grad is None else (id(grad), grad._version)
-    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, *of_grad)
-
-
-def _grad_stamp(tensor: Tensor) -> tuple[int, int]:
-    grad = _grad(tensor)
-    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 def _check_gradient(name: str, first: Tensor) -> None:
@@ -429,10 +322,6 @@ def _check_gradient(name: str, first: Tensor) -> None:
             "only. Compute and edit gradients inside the function that you give to `strategy.run`, or clear them with "
             "`optimizer.zero_grad()`."
         )
-
-
-def _grad(tensor: Tensor | None) -> Tensor | None:
-    return tensor.grad if tensor is not None and tensor.is_leaf else None
 
 
 def _is_zero(grad: Tensor) -> bool:

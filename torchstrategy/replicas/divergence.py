@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.errors import DivergenceError
-from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from torchstrategy.base.log import info_once
 from torchstrategy.errors import DivergenceError
-from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.divergence import describe_divergence, differences_between_copies
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["OutsideEdits"]

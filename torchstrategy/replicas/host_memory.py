@@ -35,9 +35,9 @@ from torchstrategy.base.context import updating
 from torchstrategy.base.devices import tensor_device
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock, can_map, make_block, share_block
 from torchstrategy.errors import InvalidArgumentError
-from torchstrategy.replicas.clone import Slot
 from torchstrategy.replicas.host_states import Place, StateSharing
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.module_tensors import Slot
 
 __all__ = ["HostMemory"]
 

@@ -17,7 +17,7 @@ from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
 from torchstrategy.patches import keep_freed_memory
-from torchstrategy.replicas.clone import ReplicaSet, Slot
+from torchstrategy.replicas.clone import ReplicaSet
 from torchstrategy.replicas.divergence import DivergenceCheck, check_copies, differences_between_copies
 from torchstrategy.replicas.edits import OutsideEdits
 from torchstrategy.replicas.hosting import (
@@ -29,6 +29,7 @@ from torchstrategy.replicas.hosting import (
     take_initial_values,
     take_new,
 )
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest, Runner, Turns

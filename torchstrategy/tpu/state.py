@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.buffers import BufferSync
-from torchstrategy.replicas.clone import Slot
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.record import Record
 from torchstrategy.tpu.marks import is_on_device
 

@@ -1,0 +1,129 @@
+"""The parameters and buffers of a module on every replica, and what has become of replica 0's since the last run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import NoneType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchstrategy.replicas.mirrored import Mirror
+from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
+from torchstrategy.replicas.variables import Variable
+
+__all__ = ["ModuleTensors", "Slot", "Stamp", "grad_stamp", "leaf_grad", "tensors_of"]
+
+#: ``_parameters`` or ``_buffers`` of one module on every replica, and a name in it.
+Slot = tuple[tuple[dict[str, Any], ...], str]
+Stamp = tuple[int, int, int, bool, int, int]
+
+
+class ModuleTensors:
+    """The parameters and buffers of one module on every replica, and what replica 0's were after the last run."""
+
+    def __init__(self, mirror: Mirror, before: ModuleTensors | None) -> None:
+        self.slots = _slots_of(mirror, "_parameters")
+        self._num_parameters = len(self.slots)
+        self.slots += _slots_of(mirror, "_buffers")
+        old: dict[str, Stamp] = {}
+        if before is not None:
+            old = {name: stamp for (_, name), stamp in zip(before.slots, before._stamps, strict=True)}
+        self._stamps: list[Stamp] = []
+        for slot in self.slots:
+            dicts, name = slot
+            mirror.know(tuple(own[name] for own in dicts))
+            # What is new is copied at the next run, except for gradients: those from before count once.
+            self._stamps.append(old.get(name) or _unknown(_stamp(slot)))
+        self._grads: list[Tensor | None] = []
+        self._changed = False
+        known: dict[str, Belongings] = {} if before is None else before._belongings
+        self._belongings: dict[str, Belongings] = {
+            name: known.get(name) or belongings_of(dicts[0][name]) for dicts, name in self._parameters()
+        }
+
+    def changes(self) -> list[tuple[Slot, Stamp, Stamp]]:
+        """Return the slots that changed on replica 0 since ``note``, with what they were and are."""
+        now = [_stamp(slot) for slot in self.slots]
+        self._changed = now != self._stamps
+        if not self._changed:
+            return []
+        changed = [b != n for b, n in zip(self._stamps, now, strict=True)]
+        # torch's batch normalisation writes its moving averages without moving their version, but counts its batches.
+        any_buffer = any(changed[self._num_parameters :])
+        return [
+            (slot, _unknown(n) if any_buffer and k >= self._num_parameters else b, n)
+            for k, (slot, b, n) in enumerate(zip(self.slots, self._stamps, now, strict=True))
+            if changed[k] or (any_buffer and k >= self._num_parameters)
+        ]
+
+    def accept_changes(self) -> None:
+        """Take what ``changes`` returned as known."""
+        self._grads = []
+        if self._changed:
+            self._stamps = [_stamp(slot) for slot in self.slots]
+
+    def push_belongings(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
+        """Let the other replicas' parameters follow the hooks and attributes of replica 0's."""
+        for dicts, name in self._parameters() if self._belongings else ():
+            now = belongings_of(dicts[0][name])
+            if self._belongings[name] != now:
+                push_belongings([own[name] for own in dicts], self._belongings[name], now, values_for)
+                self._belongings[name] = now
+
+    def _parameters(self) -> list[Slot]:
+        if not self._num_parameters:
+            return []
+        found = [(slot, slot[0][0].get(slot[1])) for slot in self.slots[: self._num_parameters]]
+        return [s for s, p in found if type(p) is nn.Parameter or not isinstance(p, (Variable, NoneType))]
+
+    def note(self) -> None:
+        """Note what replica 0's tensors are and have."""
+        self._stamps = [_stamp(slot) for slot in self.slots]
+        self._belongings = {name: belongings_of(dicts[0][name]) for dicts, name in self._parameters()}
+        # Kept so that a gradient which is made outside can't have the id of one that was freed.
+        self._grads = [leaf_grad(dicts[0].get(name)) for dicts, name in self.slots]
+
+
+def tensors_of(mirror: Mirror) -> ModuleTensors:
+    """Return a module's tensors, found anew if the module was changed."""
+    tensors = mirror.tensors
+    if tensors is None or mirror.is_stale:
+        tensors = mirror.tensors = ModuleTensors(mirror, tensors)
+        mirror.is_stale = False
+    return tensors  # type: ignore[no-any-return]
+
+
+def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:
+    dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
+    return [(dicts, name) for name, value in dicts[0].items() if value is not None]
+
+
+def _unknown(stamp: Stamp) -> Stamp:
+    """Return the stamp of a tensor whose value on the other replicas is not known, though its gradient is."""
+    return (0, 0, 0, False, *stamp[4:])
+
+
+def _stamp(slot: Slot) -> Stamp:
+    dicts, name = slot
+    tensor = dicts[0].get(name)
+    if tensor is None:
+        return (0, 0, 0, False, 0, 0)
+    try:
+        version = tensor._version
+    except RuntimeError:  # an inference tensor
+        version = -1
+    grad = tensor.grad if tensor.is_leaf else None
+    of_grad = (0, 0) if grad is None else (id(grad), grad._version)
+    return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, *of_grad)
+
+
+def grad_stamp(tensor: Tensor) -> tuple[int, int]:
+    """Return what tells whether a tensor has another gradient than before, or the same one with another value."""
+    grad = leaf_grad(tensor)
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def leaf_grad(tensor: Tensor | None) -> Tensor | None:
+    """Return a leaf's gradient, ``None`` for other tensors, which torch warns of."""
+    return tensor.grad if tensor is not None and tensor.is_leaf else None
