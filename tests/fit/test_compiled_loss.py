@@ -685,6 +685,15 @@ def test_an_output_with_other_rows_whose_labels_say_the_divisor(num_replicas):
         torch.testing.assert_close(metric.result().double(), mean, check_dtype=False)
 
 
+def test_without_a_batch_nobody_knows_how_the_logs_should_count():
+    strategy = ts.MirroredStrategy(cpus(2))
+    with strategy.scope():
+        compiled = CompiledLoss([losses.MeanSquaredError(reduction="sum")] * 2)
+    y = [torch.zeros(2, 1)] * 2
+    with pytest.raises(RuntimeError, match="batch size is not known"):
+        strategy.run(lambda: compiled(y, y))
+
+
 def test_weights_of_several_outputs():
     y, y_pred = [torch.zeros(2, 1)] * 2, [torch.ones(2, 1), torch.full((2, 1), 2.0)]
     compiled = CompiledLoss("mse")

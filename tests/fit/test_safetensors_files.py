@@ -1,5 +1,7 @@
 """Weights as files of safetensors: other tools read them, they read those of others, and misfits are refused."""
 
+import resource
+import signal
 import sys
 
 import pytest
@@ -71,6 +73,38 @@ def test_what_the_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
     module.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(ValueError, match=r"can't hold these weights .*ends in \.pt"):
         ts.Model(module).save_weights(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_memory_holds_otherwise(tmp_path):
+    """The conjugate and the negative of a tensor are notes on it, which files don't have."""
+    module = nn.Module()
+    module.register_buffer("conjugate", torch.tensor([1 + 2j, 3 - 4j]).conj())
+    module.register_buffer("negative", torch._neg_view(torch.tensor([1.0, 2.0])))
+    ts.Model(module).save_weights(tmp_path / "weights.safetensors")
+    found = safetensors.load_file(tmp_path / "weights.safetensors")
+    assert found["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+    assert found["negative"].tolist() == [-1, -2]
+
+
+def test_a_full_disk_is_no_matter_of_the_format(tmp_path):
+    model = ts.Model(nn.Linear(1000, 1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            model.save_weights(tmp_path / "weights.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.filename.endswith("weights.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_whole_model_is_no_such_file(tmp_path):
+    with pytest.raises(ValueError, match=r"holds weights only.*ends in \.pt, or save_weights"):
+        make().save(tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
 
 

@@ -504,6 +504,8 @@ def test_files_may_name_modules_of_the_library_as_they_were_called_before():
     assert unpickler.find_class("torchstrategy.callbacks.history", "History") is ts.callbacks.History
     assert unpickler.find_class("torchstrategy.metrics.base", "Metric") is ts.metrics.Metric
     assert unpickler.find_class("torchstrategy.metrics.mean_errors", "MeanSquaredError") is ts.metrics.MeanSquaredError
+    column = unpickler.find_class("torchstrategy.estimator.feature_column.crossed", "CrossedColumn")
+    assert isinstance(ts.feature_column.crossed_column(["a", "b"], 3), column)
     for before, now in architecture._MOVED.items():
         assert importlib.util.find_spec(now) is not None
         assert importlib.util.find_spec(before) is None or before == "torchstrategy.callbacks"  # a public name

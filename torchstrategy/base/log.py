@@ -146,7 +146,7 @@ def add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
-        logger.error(note)
+        logger.info(note)  # the program may catch the error
 
 
 def warn_once(message: str, stacklevel: int = 3, *, of: object = None) -> None:

@@ -304,7 +304,7 @@ def example_counts(context: Any, num_rows: int | None = None) -> tuple[int, int]
     """Return how many examples of a batch a replica has, and by how many the losses of the batch are divided.
 
     Args:
-        context: the replica's context; ``None`` outside of all, where one replica has all there is.
+        context: the replica's context; ``None`` outside of all, where one replica has the given rows.
         num_rows: what one replica alone has of a batch that no dataset has counted; ``None`` means the rows of the
             first tensor that its function was called with.
 
@@ -316,7 +316,7 @@ def example_counts(context: Any, num_rows: int | None = None) -> tuple[int, int]
         return context._num_own_examples, shares.divisor
     if context is not None and context.num_replicas_in_sync > 1:
         return None
-    rows = num_rows_of(context._inputs) if num_rows is None else num_rows
+    rows = num_rows_of(context._inputs) if num_rows is None and context is not None else num_rows
     return None if rows is None else (rows, rows)
 
 
@@ -328,8 +328,8 @@ def known_counts(context: Any, num_rows: int | None = None) -> tuple[int, int]:
     """
     found = example_counts(context, num_rows)
     if found is None:
-        size = int(context.actual_batch_size())  # raises, and says why
-        return size, size
+        context.actual_batch_size()  # raises, and says why
+        raise RuntimeError("How many examples the batch has is not known.")
     return found
 
 

@@ -97,6 +97,8 @@ _MOVED = {
     "torchstrategy.metrics.regression": "torchstrategy.metrics.mean",
     "torchstrategy.callbacks": "torchstrategy.fit.callbacks",
     "torchstrategy.training": "torchstrategy.fit",
+    "torchstrategy.estimator.feature_column.column": "torchstrategy.estimator.feature_column.features",
+    "torchstrategy.estimator.feature_column.crossed": "torchstrategy.estimator.feature_column.categorical",
     "torchstrategy.fit.callbacks.history": "torchstrategy.fit.callbacks.callback",
     "torchstrategy.fit.callbacks.lambda_callback": "torchstrategy.fit.callbacks.callback_list",
     "torchstrategy.fit.callbacks.monitor": "torchstrategy.fit.callbacks.stopping",

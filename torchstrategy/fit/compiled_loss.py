@@ -171,6 +171,7 @@ class CompiledLoss:
             InvalidArgumentError: shapes or dtypes do not fit, labels are missing, or a loss did not return one number
                 for each example.
             ValueError: the losses or their weights are not those of the model's outputs.
+            RuntimeError: with several replicas, the function was called with no batch, whose examples would count.
         """
         outputs = Outputs(y_pred)
         self._bind(outputs)

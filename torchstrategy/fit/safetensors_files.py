@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +43,8 @@ def write_safetensors(file: str, weights: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: not all are tensors that the format knows.
+        OSError: the file can't be written; what was there before is unchanged.
+        ImportError: the package is not installed.
     """
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
@@ -48,25 +52,37 @@ def write_safetensors(file: str, weights: Mapping[str, Any]) -> None:
             f"save_weights: {file} can hold tensors only, and not {others[0]!r}, which is of an object's extra state. "
             "Take a path that ends in .pt."
         )
+    library = find_safetensors()
+    try:
+        tensors = _with_own_memory(weights)
+        # Into the file that is open already: the library takes a name, and would need all of the file in memory.
+        write_file(file, lambda opened: library.torch.save_file(tensors, opened.name, metadata={"format": "pt"}))
+    except (ValueError, KeyError, RuntimeError, library.SafetensorError) as error:
+        of_system = re.search(r"os error (\d+)", str(error))
+        if of_system is not None:
+            raise OSError(int(of_system[1]), os.strerror(int(of_system[1])), file) from error
+        raise ValueError(
+            f"save_weights: {file} can't hold these weights ({error}). Take a path that ends in .pt."
+        ) from error
+
+
+def _with_own_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as the format wants them: their numbers one after the other, in memory that no other one has.
+
+    Two names for one memory are refused, because readers would lose one of them.
+    """
     memory: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
         tensors[name] = value
         if value.layout is not torch.strided:
             continue  # which the library refuses
-        storage = value.untyped_storage()
-        # Two names for one memory are refused: readers would lose one of them.
-        is_own = storage.nbytes() == value.numel() * value.itemsize and storage.data_ptr() not in memory
-        tensors[name] = value.contiguous() if is_own else value.clone(memory_format=torch.contiguous_format)
+        plain = value.resolve_conj().resolve_neg()  # what memory holds is not the value otherwise
+        storage = plain.untyped_storage()
+        is_own = storage.nbytes() == plain.numel() * plain.itemsize and storage.data_ptr() not in memory
+        tensors[name] = plain.contiguous() if is_own else plain.clone(memory_format=torch.contiguous_format)
         memory.add(storage.data_ptr())
-    library = find_safetensors()
-    try:
-        # Into the file that is open already: the library takes a name, and would need all of the file in memory.
-        write_file(file, lambda opened: library.torch.save_file(tensors, opened.name, metadata={"format": "pt"}))
-    except (ValueError, KeyError, library.SafetensorError) as error:
-        raise ValueError(
-            f"save_weights: {file} can't hold these weights ({error}). Take a path that ends in .pt."
-        ) from error
+    return tensors
 
 
 def read_safetensors(file: str) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from torchstrategy.checkpoint.process_reports import agree_on_restore
 from torchstrategy.checkpoint.spilling import spilled_to
 from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.architecture import dump_objects, load_objects
+from torchstrategy.fit.safetensors_files import SAFE_SUFFIX
 from torchstrategy.fit.trainer import Trainer, trainer_of
 from torchstrategy.fit.weight_files import (
     MODEL_FORMAT,
@@ -65,9 +66,15 @@ def save_model(
         FileExistsError: it may not.
         OSError: the file can't be written; what was there before is unchanged.
         TypeError: a part of the model can't be pickled, such as a lambda.
-        ValueError: a weight has no shape yet, or is a variable that is no buffer.
+        ValueError: a weight has no shape yet, or is a variable that is no buffer; or the path ends in
+            ``.safetensors``.
         RuntimeError: called in replica context, or another process could not write.
     """
+    if os.fspath(path).lower().endswith(SAFE_SUFFIX):
+        raise ValueError(
+            f"Model.save: a file of safetensors holds weights only. Take a path that ends in .pt, or save_weights. "
+            f"Received: {os.fspath(path)}"
+        )
     strategy = strategy_of(model)
     require_cross_replica("Model.save")
     capture = capture_weights(model, strategy)

@@ -58,10 +58,10 @@ def save_weights(
 
     A path that ends in ``.pt``, ``.pth`` or ``.bin`` is a file with the ``state_dict``, which plain torch reads:
     ``module.load_state_dict(torch.load(path, weights_only=True))``. One that ends in ``.safetensors`` holds the same
-    tensors in that format, of the package safetensors, and weights that share memory each by itself. Any other path is,
-    as in tf, the beginning of a name: ``<path>.pt`` is then a checkpoint that ``ts.train.Checkpoint(model=...)``
-    restores, and its directory's latest one. A model that was made of a module, as ``ts.Model(module)``, has the names
-    of that module.
+    tensors in that format, of the package safetensors, without checksums, and weights that share memory each by itself.
+    Any other path is, as in tf, the beginning of a name: ``<path>.pt`` is then a checkpoint that
+    ``ts.train.Checkpoint(model=...)`` restores, and its directory's latest one. A model that was made of a module, as
+    ``ts.Model(module)``, has the names of that module.
 
     Args:
         model: the model, or any module.
@@ -87,14 +87,14 @@ def save_weights(
     """
     strategy = strategy_of(model)
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix == SAFE_SUFFIX:
-        find_safetensors()
-    elif suffix not in _FILE_SUFFIXES:
+    if suffix not in (*_FILE_SUFFIXES, SAFE_SUFFIX):
         _save_checkpoint(model, os.fspath(path), strategy, overwrite=overwrite)
         return
     capture = capture_weights(model, strategy)
 
     def write(file: str) -> None:
+        if suffix == SAFE_SUFFIX:
+            find_safetensors()  # where it is written only, and before the work
         with spilled_to(os.path.dirname(file)):
             weights = capture()
             if suffix == SAFE_SUFFIX:

@@ -26,8 +26,9 @@ class ModelCheckpoint(Callback):
 
     With ``save_weights_only`` the path is the beginning of a file's name, ``<filepath>.pt``, and what is written is a
     checkpoint of ``ts.train.Checkpoint(model=...)``. It becomes ``ts.train.latest_checkpoint`` of its directory, where
-    a ``SidecarEvaluator`` finds it, and ``model.load_weights`` reads it. Give each callback and each program that
-    writes checkpoints a directory of its own.
+    a ``SidecarEvaluator`` finds it, and ``model.load_weights`` reads it. (A path that ends in ``.pt``, ``.pth``,
+    ``.bin`` or ``.safetensors`` is a file as ``model.save_weights`` writes it, which no evaluator looks for.) Give each
+    callback and each program that writes checkpoints a directory of its own.
 
     Args:
         filepath: where to; names in braces are replaced by ``epoch``, ``batch`` (both from 1) and what the logs hold:
