@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import os
 import selectors
+import shutil
 import signal
 import sys
 import tempfile
@@ -52,12 +53,13 @@ NUM_DEAREST = 10
 
 
 class Running(NamedTuple):
-    """The process of a file, or of some, what it prints, and when it began."""
+    """The process of a file, or of some, what it prints, when it began, and where its tests write."""
 
     file: str
     pid: int
     output: object
     start: float
+    folder: Path
 
 
 class Outcomes:
@@ -117,7 +119,9 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     _lighten()
     start = time.monotonic()
-    totals, failed, seconds, dear = _run_all(groups, to_pytest, options.num_jobs)
+    # Not pytest's own folders for temporary files, whose oldest each process would remove beside the others.
+    files_of_tests = Path(tempfile.mkdtemp(prefix="ts-tests-"))
+    totals, failed, seconds, dear = _run_all(groups, to_pytest, options.num_jobs, files_of_tests)
     for file, took in sorted(seconds.items(), key=lambda item: -item[1])[: options.durations_of_files]:
         print(f"{took:7.1f} s  {file}")
     if dear:
@@ -126,6 +130,10 @@ def main(arguments: list[str]) -> int:
         print(f"{took:7.1f} s  {name}")
     for name in failed:
         print(f"FAILED {name}")
+    if failed:
+        print(f"What the files with failures have written is in {files_of_tests}")
+    else:
+        shutil.rmtree(files_of_tests, ignore_errors=True)
     counts = ", ".join(
         f"{totals[name]} {name}" for name in ("failed", "errors", "passed", "skipped", "xfailed") if totals[name]
     )
@@ -191,7 +199,7 @@ def _lighten() -> None:
     gc.freeze()
 
 
-def _run_all(groups, to_pytest, num_jobs):
+def _run_all(groups, to_pytest, num_jobs, folder):
     totals, failed, seconds, dear = collections.Counter(), [], {}, {}
     selector = selectors.DefaultSelector()
     waiting = collections.deque(groups)
@@ -199,13 +207,16 @@ def _run_all(groups, to_pytest, num_jobs):
     try:
         while waiting or selector.get_map():
             while waiting and len(selector.get_map()) < num_jobs:
-                _start(waiting.popleft(), to_pytest, selector)
+                own = folder / str(len(groups) - len(waiting))
+                _start(waiting.popleft(), [*to_pytest, f"--basetemp={own}"], selector, own)
             for key, _ in selector.select():
                 running, num_done = key.data, num_done + 1
                 counts, names, over_budget = _end(running, selector, key.fd)
                 totals.update(counts)
                 dear |= over_budget
                 failed += names
+                if not names:
+                    shutil.rmtree(running.folder, ignore_errors=True)
                 seconds[running.file] = time.monotonic() - running.start
                 print(
                     "F" if names else ".",
@@ -220,7 +231,7 @@ def _run_all(groups, to_pytest, num_jobs):
     return totals, failed, seconds, dear
 
 
-def _start(files, to_pytest, selector):
+def _start(files, to_pytest, selector, folder):
     read, write = os.pipe()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
     sys.stdout.flush()
@@ -229,7 +240,7 @@ def _start(files, to_pytest, selector):
         os.close(read)
         _be_a_group(files, to_pytest, write, output)
     os.close(write)
-    selector.register(read, selectors.EVENT_READ, Running(" ".join(files), pid, output, time.monotonic()))
+    selector.register(read, selectors.EVENT_READ, Running(" ".join(files), pid, output, time.monotonic(), folder))
 
 
 def _be_a_group(files, to_pytest, connection, output):
