@@ -180,6 +180,21 @@ def test_a_server_that_does_not_start_says_why():
         pass
 
 
+def test_a_server_that_ends_while_it_is_asked_to_keeps_no_other_one_from_ending(monkeypatch):
+    kill = os.kill
+
+    def kill_one_that_has_ended(pid, number):
+        if number == signal.SIGCONT:
+            raise ProcessLookupError
+        kill(pid, number)
+
+    with ts.testing.LocalCluster(1) as cluster:
+        pids = [cluster.pid(*task) for task in cluster.tasks]
+        monkeypatch.setattr(os, "kill", kill_one_that_has_ended)
+    monkeypatch.undo()
+    assert not any(map(exists, pids))
+
+
 @pytest.mark.parametrize(("num_workers", "num_ps"), [(0, 1), (1, 0)])
 def test_numbers_are_checked(num_workers, num_ps):
     with pytest.raises(ValueError, match="at least 1 worker and 1 ps"):

@@ -271,7 +271,8 @@ class _ServerProcess:
 
     def ask_to_end(self) -> None:
         if self.is_alive:
-            self.send_signal(signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
+                self.send_signal(signal.SIGCONT)
         self.connection.close()  # the other end takes it for the end
 
     def end(self, deadline: float) -> None:
