@@ -95,6 +95,20 @@ def test_weights_of_plain_torch_are_loaded_on_every_replica(tmp_path):
     assert torch.equal(first, second)
 
 
+def test_weights_in_torchs_old_format_are_loaded_or_called_damaged(tmp_path):
+    plain, path = nn.Linear(3, 1), tmp_path / "old.pth"
+    torch.save(plain.state_dict(), path, _use_new_zipfile_serialization=False)
+    model = ts.Model(nn.Linear(3, 1))
+    model.load_weights(path)
+    assert torch.equal(model.module.weight, plain.weight)
+    data = path.read_bytes()
+    for end in (20, 100, len(data) - 3):
+        path.write_bytes(data[:end])
+        with pytest.raises(errors.DataLossError, match="is damaged or not a file of weights"):
+            model.load_weights(path)
+    assert torch.equal(model.module.weight, plain.weight)
+
+
 def test_weights_of_a_prefix_are_a_checkpoint(tmp_path):
     model = make()
     train(model)

@@ -86,7 +86,7 @@ def read_checkpoint(path: str, *, mapped: bool = False) -> dict[str, Any]:
     return content
 
 
-def read_archive(path: str, *, what: str, remedy: str, mapped: bool = False) -> Any:
+def read_archive(path: str, *, what: str, remedy: str, mapped: bool = False, may_be_old: bool = False) -> Any:
     """Return what ``torch.save`` wrote: tensors, which are on the CPU then, and plain values only.
 
     Args:
@@ -94,11 +94,14 @@ def read_archive(path: str, *, what: str, remedy: str, mapped: bool = False) -> 
         what: what the file should be, for error messages.
         remedy: what to do if it is damaged.
         mapped: whether tensors are read from the file when they are used; it must not be overwritten in place then.
+        may_be_old: whether files are read that torch wrote before 1.6, which have no checksums.
 
     Raises:
         DataLossError: the file is damaged or no such file.
     """
     try:
+        if may_be_old and _is_old(path):
+            return torch.load(path, map_location="cpu", weights_only=True)
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -109,6 +112,13 @@ def read_archive(path: str, *, what: str, remedy: str, mapped: bool = False) -> 
     return content
 
 
+def _is_old(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(_OLD)) == _OLD
+
+
+#: With what ``torch.save(..., _use_new_zipfile_serialization=False)`` begins: its magic number, pickled.
+_OLD = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 _REMEDY = "Restore another checkpoint."
 _SIGNS_OF_DAMAGE = (
     zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError

@@ -255,7 +255,7 @@ def _read_weights(file: str) -> Mapping[str, Any]:
     """
     if file.lower().endswith(SAFE_SUFFIX):
         return read_safetensors(file)
-    content = read_archive(file, what="a file of weights", remedy=_REMEDY)
+    content = read_archive(file, what="a file of weights", remedy=_REMEDY, may_be_old=True)
     kind = content.get("format") if isinstance(content, dict) else None
     if kind == _CHECKPOINT_FORMAT:
         entry = content["objects"].get("model") or content["objects"].get("root")
