@@ -26,6 +26,7 @@ __all__ = [
     "call_site",
     "guard_lines",
     "info_once",
+    "is_of_library",
     "is_users_file",
     "logger",
     "set_rank",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _PACKAGE = str(Path(__file__).parents[1])
-_TORCH = f"{Path('torch')}/"
+_TORCH = f"/{Path('torch')}/"
 
 
 class CallSite(NamedTuple):
@@ -69,7 +70,12 @@ def users_frame() -> CallSite:
 @functools.lru_cache(maxsize=1024)
 def is_users_file(file: str) -> bool:
     """Say whether a file is the user's, and not of this library, of torch or of ``logging``, or generated code."""
-    return not (file.startswith((_PACKAGE, "<")) or f"/{_TORCH}" in file or file == logging.__file__)
+    return not is_of_library(file) and file != logging.__file__
+
+
+def is_of_library(file: str) -> bool:
+    """Say whether a file is of this library or of torch, or generated code."""
+    return file.startswith((_PACKAGE, "<")) or _TORCH in file
 
 
 logger = logging.getLogger("torchstrategy")

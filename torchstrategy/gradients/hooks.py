@@ -25,9 +25,8 @@ from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.ledger import hear_all
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import resolve
-from torchstrategy.replicas.record import find_owner, owner
+from torchstrategy.replicas.record import find_owner, optimizer_parameters, owner
 
 __all__ = ["install", "watch"]
 

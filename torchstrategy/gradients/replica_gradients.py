@@ -16,8 +16,8 @@ from torchstrategy.gradients.hooks import watch
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.hosting import Hosting
+from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["ReplicaGradients"]

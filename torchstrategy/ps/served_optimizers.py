@@ -29,9 +29,8 @@ from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_variables import ServedVariable
 from torchstrategy.ps.user_modules import dumps
 from torchstrategy.replicas.copies import bind_step
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
-from torchstrategy.replicas.record import owner
+from torchstrategy.replicas.record import optimizer_parameters, owner
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import fitting
 

@@ -25,8 +25,8 @@ from torchstrategy.ps.sharing_client import SharingClient
 from torchstrategy.ps.store import check_value
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import DistributedVariable
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["SharedValues"]

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from torchstrategy.base.log import warn_once
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock
 from torchstrategy.collectives.summing import in_memory_order, memory_order
+from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["Place", "StateSharing", "optimizer_parameters"]
-
-
-def optimizer_parameters(optimizer: Any) -> list[Tensor]:
-    """Return an optimizer's parameters in its order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+__all__ = [
+    "Place",
+    "StateSharing",
+]
 
 
 class Place:

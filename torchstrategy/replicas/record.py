@@ -25,6 +25,7 @@ from torchstrategy.base.context import current_frame
 __all__ = [
     "Record",
     "find_owner",
+    "optimizer_parameters",
     "owner",
     "recorded_classes",
     "start_recording",
@@ -57,6 +58,11 @@ class _Quiet(threading.local):
 
 #: Whether this thread makes objects of the library's own.
 _quiet = _Quiet()
+
+
+def optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
+    """Return an optimizer's parameters in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def recorded_classes() -> tuple[type, ...]:

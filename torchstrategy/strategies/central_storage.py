@@ -30,10 +30,9 @@ from torchstrategy.collectives.joining import devices_of_process, join
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
 from torchstrategy.replicas.on_read import AggregatingVariable, make_variable
-from torchstrategy.replicas.record import owner
+from torchstrategy.replicas.record import optimizer_parameters, owner
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
 from torchstrategy.strategies.extended import StrategyExtended

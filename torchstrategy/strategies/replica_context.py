@@ -18,9 +18,9 @@ from torchstrategy.base.values import BatchShares, num_rows_of, regroup, select_
 from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
 from torchstrategy.collectives.reductions import check_gather_axis
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import resolve
+from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.replicas.variables import Variable
 

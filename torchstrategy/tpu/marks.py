@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from torchstrategy.base.log import is_of_library
+
 __all__ = [
     "MARK",
     "Site",
@@ -25,8 +27,6 @@ __all__ = [
     "with_defaults",
 ]
 
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = f"/{Path('torch')}/"
 _is_users: dict[str, bool] = {}
 _BACKWARD = _engine_run_backward.__code__
 
@@ -91,7 +91,7 @@ def describe_site(site: Site) -> str:
 
 
 def _is_users_file(file: str) -> bool:
-    return not (file.startswith((_PACKAGE, "<")) or _TORCH in file or "/torch_xla/" in file)
+    return not is_of_library(file) and "/torch_xla/" not in file
 
 
 #: Attribute of a plain tensor: its `Site` if it is local.

@@ -19,7 +19,7 @@ from torchstrategy.base.log import info_once
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.summer import doubt
-from torchstrategy.replicas.host_states import optimizer_parameters
+from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.tpu.protocols import AnyHosting, SpmdReplicaContext
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.replicas.host_states import optimizer_parameters
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.testing.verification.deviations import (
     Backward,
     Draw,
