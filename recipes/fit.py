@@ -69,10 +69,11 @@ def main(config: DictConfig) -> None:
     model.load_weights(best)
     say(f"The best weights: {test(model, test_data)}")
     with strategy.scope():
-        loaded = ts.models.load_model(folder / "model.pt")
+        loaded = ts.models.load_model(folder / "model.pt", trust=True)
     say(f"The saved model, loaded in the scope: {test(loaded, test_data)}")
     if ts.cluster_resolver.find_job() is None:  # one of several processes would do it alone
-        say(f"The saved model, loaded without a strategy: {test(ts.models.load_model(folder / 'model.pt'), test_data)}")
+        loaded = ts.models.load_model(folder / "model.pt", trust=True)
+        say(f"The saved model, loaded without a strategy: {test(loaded, test_data)}")
     say(f"Files: {folder}")
 
 

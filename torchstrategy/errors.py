@@ -12,6 +12,7 @@ __all__ = [
     "DeadlineExceededError",
     "DisagreementError",
     "DivergenceError",
+    "FailedPreconditionError",
     "InternalError",
     "InvalidArgumentError",
     "NotFoundError",
@@ -29,6 +30,10 @@ class OpError(Exception):
 
 class InvalidArgumentError(OpError, ValueError):
     """An argument has the wrong shape, dtype or value."""
+
+
+class FailedPreconditionError(OpError, RuntimeError):
+    """Something must not be done in the state that things are in, such as saving where a later attempt has saved."""
 
 
 class OutOfRangeError(OpError, RuntimeError):

@@ -198,18 +198,18 @@ def test_files_that_are_gone_are_not_listed(checkpoint, tmp_path):
     assert names(ts.train.CheckpointManager(checkpoint, tmp_path, None).checkpoints) == ["ckpt-1"]
 
 
-def test_a_latest_checkpoint_that_is_gone_is_none_and_said_once(checkpoint, tmp_path, caplog):
+def test_a_latest_checkpoint_that_is_gone_leaves_the_one_before_and_is_said_once(checkpoint, tmp_path, caplog):
     manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
     first = manager.save()
     os.unlink(manager.save() + ".pt")
-    assert [ts.train.latest_checkpoint(tmp_path) for _ in range(2)] == [None, None]
-    assert len(caplog.messages) == 1
-    for part in ("Couldn't match files for checkpoint", "ckpt-2", "delete this one from 'written'"):
-        assert part in caplog.text
-    index = json.loads((tmp_path / "checkpoint").read_text())
-    del index["written"]["ckpt-2"]
-    (tmp_path / "checkpoint").write_text(json.dumps(index))
-    assert ts.train.latest_checkpoint(tmp_path) == first
+    assert [ts.train.latest_checkpoint(tmp_path) for _ in range(2)] == [first, first]
+    (line,) = caplog.messages
+    assert line.endswith("names ckpt-2, which is gone. The latest checkpoint that is there is ckpt-1.")
+    os.unlink(first + ".pt")
+    with pytest.raises(ts.errors.DataLossError, match="names ckpt-1, ckpt-2, but no checkpoint is in"):
+        ts.train.latest_checkpoint(tmp_path)
+    with pytest.raises(ts.errors.DataLossError, match=r"Put the files back\. To start without them, delete"):
+        ts.train.CheckpointManager(checkpoint, tmp_path, None)
 
 
 def test_initialize(checkpoint, tmp_path):

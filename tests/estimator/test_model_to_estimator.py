@@ -146,7 +146,7 @@ def test_a_model_with_a_forward_of_its_own(tmp_path):
 
 def test_a_saved_model(tmp_path):
     make_model().save(tmp_path / "model.pt")
-    estimator = est.model_to_estimator(keras_model_path=tmp_path / "model.pt", model_dir=tmp_path / "dir")
+    estimator = est.model_to_estimator(keras_model_path=tmp_path / "model.pt", trust=True, model_dir=tmp_path / "dir")
     assert estimator.train(batches(), steps=1).evaluate(batches())["global_step"] == 1
 
 

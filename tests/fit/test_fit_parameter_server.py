@@ -474,12 +474,12 @@ def test_saving_and_loading(in_order, tmp_path):
     model.fit(x, y, epochs=3, verbose=0, callbacks=[best, keep])
     expected = model.evaluate(x, y, verbose=0)
     model.save(tmp_path / "model.tsm")
-    plain = ts.models.load_model(tmp_path / "model.tsm")
+    plain = ts.models.load_model(tmp_path / "model.tsm", trust=True)
     assert plain.evaluate(x, y, verbose=0) == pytest.approx(expected, abs=1e-12)
     plain.load_weights(tmp_path / "1.pt")  # the best
     assert plain.evaluate(x, y, verbose=0) == pytest.approx(expected, abs=1e-12)
     with in_order.scope():
-        again = ts.models.load_model(tmp_path / "model.tsm")
+        again = ts.models.load_model(tmp_path / "model.tsm", trust=True)
     assert again.evaluate(x, y, verbose=0) == pytest.approx(expected, abs=1e-12)
     assert_same_history(again.fit(x, y, shuffle=False, verbose=0), plain.fit(x, y, shuffle=False, verbose=0))
 

@@ -424,8 +424,8 @@ def is_saved_and_loaded_elsewhere(strategy, tmp_path_factory):
     model.save(path)
     histories.append(fitted(model))
     with ts.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).scope():
-        elsewhere = ts.models.load_model(path)
-    histories += [fitted(elsewhere), fitted(ts.models.load_model(path))]
+        elsewhere = ts.models.load_model(path, trust=True)
+    histories += [fitted(elsewhere), fitted(ts.models.load_model(path, trust=True))]
     for history in histories[2:]:
         assert numbers(history) == pytest.approx(numbers(histories[1]), rel=1e-5)
     return histories

@@ -136,7 +136,7 @@ def test_the_mode_is_saved(make, tmp_path):
     model.fit(*data(), verbose=0)
     model.save(tmp_path / "model")
     (path,) = tmp_path.glob("model*")
-    loaded = ts.models.load_model(path)
+    loaded = ts.models.load_model(path, trust=True)
     assert modes(loaded) == modes(model)
     assert not any(p.requires_grad for p in loaded.module[0].parameters())
     loaded.fit(*data(), verbose=0)

@@ -13,11 +13,17 @@ from typing import Any
 
 from torchstrategy.base.context import current_replica_context, get_strategy
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint, write_index
+from torchstrategy.checkpoint.archive import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint
+from torchstrategy.checkpoint.directory import Fence, Index, publish
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
-from torchstrategy.checkpoint.restoration import CheckpointLoadStatus, InitializationOnlyStatus, Restoration, join
-from torchstrategy.checkpoint.spilling import spilled_to
+from torchstrategy.checkpoint.restoration import (
+    CheckpointLoadStatus,
+    InitializationOnlyStatus,
+    Restoration,
+    join,
+)
+from torchstrategy.checkpoint.storage import delete_leftovers, spilled_to
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 from torchstrategy.replicas.record import owner
 
@@ -70,11 +76,13 @@ class Checkpoint:
     _objects: dict[str, Any]
     _save_counter: int
     _restorations: list[tuple[Restoration, str]]  # with values that may wait for this checkpoint's objects; its path
+    _fences: dict[str, Fence]  # of the directories that were read or written
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
         object.__setattr__(self, "_objects", {})
         object.__setattr__(self, "_save_counter", 0)
         object.__setattr__(self, "_restorations", [])
+        object.__setattr__(self, "_fences", {})
         if root is not None:
             self._attach("root", root)
         for name, value in objects.items():
@@ -120,8 +128,9 @@ class Checkpoint:
         """
         check_options(options)
         path = f"{os.fspath(file_prefix)}-{self._save_counter + 1}"
-        directory, name = os.path.split(path)
-        return self._save_as(path, lambda: write_index(directory, {name: time.time()}))
+        name = os.path.basename(path)
+        self._save_as(path, Index({name: time.time()}))
+        return path
 
     def write(self, file_prefix: _Path, options: None = None) -> str:
         """Write ``<file_prefix>.pt``, without a number and without making it the latest checkpoint.
@@ -141,7 +150,7 @@ class Checkpoint:
         """
         check_options(options)
         path = os.fspath(file_prefix)
-        self._write(path, lambda: None)
+        self._write(path, lambda content: write_checkpoint(path + SUFFIX, content))
         return path
 
     def read(self, save_path: _Path | None, options: None = None) -> CheckpointLoadStatus:
@@ -189,12 +198,18 @@ class Checkpoint:
             RuntimeError: called in replica context, or another process could not restore.
         """
         check_options(options)
-        status, save_counter = self._read("restore", save_path)
+        return self._restore(save_path)
+
+    def _restore(self, save_path: _Path | None, *, must_match: bool = False) -> CheckpointLoadStatus:
+        """Do what ``restore`` does; with ``must_match`` raise ``ValueError`` if nothing matches an object."""
+        status, save_counter = self._read("restore", save_path, must_match=must_match)
         if save_counter is not None:
             self._save_counter = save_counter
         return status
 
-    def _read(self, method: str, save_path: _Path | None) -> tuple[CheckpointLoadStatus, int | None]:
+    def _read(
+        self, method: str, save_path: _Path | None, *, must_match: bool = False
+    ) -> tuple[CheckpointLoadStatus, int | None]:
         """Restore the objects; return the status and the checkpoint's counter."""
         _require_cross_replica(f"Checkpoint.{method} was called")
         if save_path is None:
@@ -211,6 +226,8 @@ class Checkpoint:
             plans = {
                 name: restoration.plan(name, item, strategy) for name, item in tracked.items() if restoration.has(name)
             }
+            if must_match:
+                restoration.require_match(tracked, plans)
         except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
             error = raised
         agree_on_restore(strategy, path, error)
@@ -219,6 +236,10 @@ class Checkpoint:
         for prefix, item in _walk("", self):
             if isinstance(item, Checkpoint):
                 item._await(restoration, prefix)
+        directory = os.path.dirname(path)
+        self._fence(directory).renew()
+        if strategy.is_chief:
+            delete_leftovers(directory)
         status = CheckpointLoadStatus(restoration, self._track)
         if status.missing and not status.matched:
             logger.warning("Nothing in the checkpoint %s matches an object: %r", path, status)
@@ -228,15 +249,30 @@ class Checkpoint:
         """Return the strategy that made the objects, else the current one."""
         return _strategy_of(self._track())
 
-    def _save_as(self, path: str, finish: Callable[[], None]) -> str:
-        """Count a save and write it; ``finish`` is called by the chief when the file is complete."""
+    def _save_as(self, path: str, index: Index) -> None:
+        """Count a save, write it and make it the latest of its directory, as ``publish`` does."""
+        directory, name = os.path.split(path)
+        fence = self._fence(directory)
         self._save_counter += 1
         try:
-            self._write(path, finish)
+            self._write(
+                path,
+                lambda content: publish(
+                    fence,
+                    name,
+                    lambda file, about, check: write_checkpoint(file, content, about, check),
+                    index,
+                ),
+            )
         except BaseException:
             self._save_counter -= 1
             raise
-        return path
+
+    def _fence(self, directory: str) -> Fence:
+        """Return what this checkpoint knows of who writes to a directory, since it read it first."""
+        if directory not in self._fences:
+            self._fences[directory] = Fence(directory)
+        return self._fences[directory]
 
     def _attach(self, name: str, value: Any) -> None:
         """Add an object, or a structure of objects, and give it the values that wait for it."""
@@ -275,7 +311,8 @@ class Checkpoint:
     def _track(self) -> dict[str, Tracked]:
         return _track_all(dict(_walk("", self)))
 
-    def _write(self, path: str, finish: Callable[[], None]) -> None:
+    def _write(self, path: str, put: Callable[[dict[str, Any]], Any]) -> None:
+        """Capture all objects and let the chief ``put`` them into a file."""
         _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
         strategy = _strategy_of(tracked)
@@ -290,8 +327,7 @@ class Checkpoint:
                         states[name] = item.capture(strategy)
             objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
             # A program that numbers its checkpoints itself has no counter to store.
-            write_checkpoint(path + SUFFIX, {"save_counter": self._save_counter or None, "objects": objects})
-            finish()
+            put({"save_counter": self._save_counter or None, "objects": objects})
 
         write_together(strategy, path, write)
 

@@ -1,17 +1,20 @@
-"""Keeping the last few checkpoints of a directory."""
+"""Keeping the last few checkpoints of a directory, and going on from the newest that is whole."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchstrategy import errors
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_index, write_index
+from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.checkpoint import Checkpoint, check_options
+from torchstrategy.checkpoint.directory import Index, read_index
+from torchstrategy.checkpoint.storage import delete_leftovers
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "restore_newest"]
 
 _SECONDS_PER_HOUR = 3600.0
 
@@ -87,12 +90,11 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init_fn = init_fn
         self._last_step: int | None = None
-        index = read_index(self._directory) or Index({})
-        self._last_preserved = time.time() if index.last_preserved is None else index.last_preserved
+        self._last_preserved = 0.0
         #: Name of each checkpoint that may be deleted, and when it was written; oldest first.
-        self._times: dict[str, float] = {
-            name: written for name, written in index.written.items() if os.path.isfile(self._path(name) + SUFFIX)
-        }
+        self._times: dict[str, float] = {}
+        self._unlisted: list[str] = []  # which can be restored, too
+        self._look()
 
     @property
     def directory(self) -> str:
@@ -150,35 +152,48 @@ class CheckpointManager:
         kept = {n: t for n, t in times.items() if n not in deleted and n not in preserved}
         last_preserved = max([self._last_preserved, *(times[n] for n in preserved)])
 
-        def finish() -> None:
-            # The list first: it must never name a file that is gone.
-            write_index(self._directory, kept, last_preserved)
-            for old in deleted:
-                _delete(self._path(old) + SUFFIX)
-
-        path = self._checkpoint._save_as(self._path(name), finish)
+        self._checkpoint._save_as(self._path(name), Index(kept, last_preserved, superfluous=tuple(deleted)))
         self._times, self._last_preserved, self._last_step = kept, last_preserved, step
-        return path
+        return self._path(name)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint; if there is none, call ``init_fn``.
+
+        If the latest is damaged, the newest one before it that is whole is restored, and a log line says so. What
+        processes left in the directory that were killed while they saved is deleted.
 
         Returns:
             The path of the checkpoint, or ``None`` if there is none.
 
         Raises:
+            DataLossError: there are checkpoints, but none is whole; or they were not written by this library.
+            ValueError: the checkpoint does not fit the objects, or has none of their names.
             RuntimeError: the processes see different checkpoints.
         """
-        latest = self.latest_checkpoint
-        self._check_all_see(latest)
-        if latest is None:
+        self._look()
+        if self._checkpoint._strategy().is_chief:
+            delete_leftovers(self._directory)  # also if there is nothing to restore
+        restored = self._restore_newest(lambda path: self._checkpoint._restore(path, must_match=True))
+        if restored is None:
             if self._init_fn is not None:
                 self._init_fn()
             return None
-        self._checkpoint.restore(latest)
         if self._interval is not None:
             self._last_step = int(self._step_counter)
-        return latest
+        return restored
+
+    def _restore_newest(self, restore: Callable[[str], Any]) -> str | None:
+        """Do what ``restore_newest`` does, if all processes see the same checkpoints."""
+        self._check_all_see(self.latest_checkpoint)
+        return restore_newest([*self._unlisted, *self.checkpoints], restore)
+
+    def _look(self) -> None:
+        """Take up which checkpoints are in the directory, of whatever attempt of the job."""
+        self._checkpoint._fence(self._directory).renew()
+        index = read_index(self._directory) or Index({})
+        self._last_preserved = time.time() if index.last_preserved is None else index.last_preserved
+        self._times = dict(index.written)
+        self._unlisted = [self._path(name) for name in index.unlisted]
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
@@ -215,10 +230,26 @@ class CheckpointManager:
             )
 
 
-def _delete(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass  # the program has deleted it, as tf's tutorial for several workers does
-    except OSError as error:  # the new checkpoint is complete; an old one that stays only takes room
-        logger.warning("Could not delete the old checkpoint %s: %s", path, error)
+def restore_newest(paths: Sequence[str], restore: Callable[[str], Any]) -> str | None:
+    """Restore the newest checkpoint that is whole.
+
+    Args:
+        paths: the checkpoints, the newest last.
+        restore: called with a path; if there are several processes, all restore or all raise.
+
+    Returns:
+        Its path; ``None`` if there are none.
+
+    Raises:
+        DataLossError: none is whole.
+    """
+    for i, path in enumerate(reversed(paths), start=1):
+        try:
+            restore(path)
+        except (DamagedError, errors.NotFoundError) as error:
+            if i == len(paths):
+                raise
+            logger.warning("%s Going on from the checkpoint before it: %s", error, paths[-1 - i])
+        else:
+            return path
+    return None

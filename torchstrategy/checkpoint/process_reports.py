@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from torchstrategy import errors
+from torchstrategy.checkpoint.archive import DamagedError
+
 __all__ = ["agree_on_restore", "write_together"]
 
 
@@ -32,17 +35,22 @@ def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
 
 def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
     """Raise on every process if one of them can't restore, before any has changed anything."""
-    if strategy.workers is None:
-        reports: list[Any] = []
-    else:
-        reports = strategy.workers.exchange("restoring of a checkpoint", [os.path.basename(path), _describe(error)])
-    if error is not None:
+    is_lost = isinstance(error, (DamagedError, errors.NotFoundError))
+    reports: list[Any] = []
+    if strategy.workers is not None:
+        report = [os.path.basename(path), _describe(error), is_lost]
+        reports = strategy.workers.exchange("restoring of a checkpoint", report)
+    failures = [(lost, rank, name, text) for rank, (name, text, lost) in enumerate(reports) if text is not None]
+    # If it failed for want of the file wherever it did, all ranks may go on from an earlier one.
+    may_go_on = all(lost for lost, *_ in failures)
+    if error is not None and (may_go_on or not is_lost):
         raise error
-    for rank, (name, report) in enumerate(reports):
-        if report is not None:
-            raise RuntimeError(f"Rank {rank} could not restore the checkpoint {name}, so no rank did: {report}")
-    if len({name for name, _ in reports}) > 1:
-        _raise_different_paths([name for name, _ in reports])
+    if failures:
+        _, rank, name, text = min(failures)
+        kind = DamagedError if may_go_on else RuntimeError
+        raise kind(f"Rank {rank} could not restore the checkpoint {name}, so no rank did: {text}") from error
+    if len({name for name, *_ in reports}) > 1:
+        _raise_different_paths([name for name, *_ in reports])
 
 
 def _raise_different_paths(names: list[str]) -> NoReturn:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.base.log import warning_once
-from torchstrategy.checkpoint.atomic import SUFFIX, checkpoint_file, index_path, read_checkpoint, read_index
+from torchstrategy.checkpoint.archive import checkpoint_file, named_tensors, read_checkpoint
+from torchstrategy.checkpoint.directory import read_index
+from torchstrategy.checkpoint.storage import is_directory
 
 __all__ = [
     "CheckpointReader",
@@ -44,14 +45,17 @@ class CheckpointState(NamedTuple):
 
 
 def get_checkpoint_state(checkpoint_dir: _Path, latest_filename: str | None = None) -> CheckpointState | None:
-    """Return what a directory's file ``checkpoint`` says, or ``None`` if there is none.
+    """Return which checkpoints are in a directory, or ``None`` if there are none.
+
+    The file ``checkpoint`` says so. If it is lost, damaged or older than the checkpoints that ``save`` or a manager
+    wrote, they are found by themselves, and a log line says so.
 
     Args:
         checkpoint_dir: the directory that ``Checkpoint.save`` or a manager wrote to.
         latest_filename: name of the file that names the checkpoints; ``None`` means ``checkpoint``.
 
     Raises:
-        DataLossError: that file is damaged.
+        DataLossError: that file names others than the directory's, or none that is there.
 
     Example:
         >>> import tempfile
@@ -72,31 +76,21 @@ def get_checkpoint_state(checkpoint_dir: _Path, latest_filename: str | None = No
 def latest_checkpoint(checkpoint_dir: _Path, latest_filename: str | None = None) -> str | None:
     """Return the path of a directory's latest checkpoint, or ``None`` if there is none.
 
-    If its file is gone, there is none either, and a log line says so.
+    If its file is gone, it is the newest that is there, and a log line says so.
 
     Args:
         checkpoint_dir: the directory that ``Checkpoint.save`` or a manager wrote to. It may have been moved.
         latest_filename: name of the file that names the checkpoints; ``None`` means ``checkpoint``.
 
     Raises:
-        DataLossError: that file is damaged.
+        DataLossError: that file names others than the directory's, or none that is there.
 
     Example:
         >>> ts.train.latest_checkpoint("no/such/directory") is None
         True
     """
     state = get_checkpoint_state(checkpoint_dir, latest_filename)
-    if state is None:
-        return None
-    path = state.model_checkpoint_path
-    if os.path.isfile(path + SUFFIX):
-        return path
-    index = index_path(os.fspath(checkpoint_dir), latest_filename)
-    warning_once(
-        f"Couldn't match files for checkpoint {path}: {index} names it as the latest, but it is gone, so no checkpoint "
-        "is restored. To go on from an earlier one, delete this one from 'written' there."
-    )
-    return None
+    return None if state is None else state.model_checkpoint_path
 
 
 class CheckpointReader:
@@ -165,7 +159,7 @@ def load_checkpoint(ckpt_dir_or_file: _Path) -> CheckpointReader:
         >>> folder.cleanup()
     """
     path = os.fspath(ckpt_dir_or_file)
-    if os.path.isdir(path):
+    if is_directory(path):
         latest = latest_checkpoint(path)
         if latest is None:
             raise ValueError(f"The directory {path} has no latest checkpoint. Pass the path of a checkpoint.")
@@ -173,7 +167,7 @@ def load_checkpoint(ckpt_dir_or_file: _Path) -> CheckpointReader:
     content = read_checkpoint(checkpoint_file(path))
     tensors: dict[str, Tensor] = {}
     for key, entry in content["objects"].items():
-        tensors.update(_tensors_of(key, _state_of(entry)))
+        tensors.update(named_tensors(key, _state_of(entry)))
     if content["save_counter"] is not None:
         tensors["save_counter"] = torch.tensor(content["save_counter"])
     return CheckpointReader(path, tensors)
@@ -228,14 +222,3 @@ def _state_of(entry: dict[str, Any]) -> Any:
     if entry["kind"] == "metric":  # of one metric, whose name is empty, or of the parts of a collection or wrapper
         return {name: metric["values"] for name, metric in state.items()}
     return state["state"] if entry["kind"] == "optimizer" else state
-
-
-def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors_of(f"{name}.{key}" if key != "" else name, item)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _tensors_of(f"{name}.{i}", item)

@@ -85,6 +85,22 @@ class Restoration:
             )
         return item.plan(entry["state"], strategy)
 
+    def require_match(self, tracked: Mapping[str, Tracked], plans: Mapping[str, Plan]) -> None:
+        """Check that a checkpoint has anything for the objects that are there.
+
+        Raises:
+            ValueError: it has not.
+        """
+        wanted = [leaf for item in tracked.values() for leaf in item.leaves()]
+        # A scaler that was disabled is there, and has no values.
+        if wanted and all(plan.unused and not plan.matched for plan in plans.values()):
+            raise ValueError(
+                f"Nothing in the checkpoint {self.path} matches an object, so nothing was restored. It holds "
+                f"{_in_short(self._names)}; the objects are {_in_short(wanted)}. Give the objects the names that they "
+                "were saved under. To restore values for objects that come later, restore into a "
+                "ts.train.Checkpoint() without objects and attach them."
+            )
+
     def give(self, name: str, item: Tracked, plan: Plan) -> None:
         """Change an object as planned."""
         plan.apply()
@@ -167,8 +183,8 @@ class CheckpointLoadStatus:
         unused = self.unused
         if unused:
             raise ValueError(
-                f"The checkpoint {self.path} holds values that no object has: {_names(unused)}. Attach objects under "
-                "these names, or call expect_partial() instead."
+                f"The checkpoint {self.path} holds values that no object has: {_in_short(unused)}. Attach objects "
+                "under these names, or call expect_partial() instead."
             )
         return self
 
@@ -181,13 +197,14 @@ class CheckpointLoadStatus:
         report = self._report()
         if report.added_in_place:
             raise ValueError(
-                f"The checkpoint {self.path} holds values for {_names(report.added_in_place)}, which came into a list "
-                "or dict after the restore, where that is not noticed. Assign the list or dict to the checkpoint again."
+                f"The checkpoint {self.path} holds values for {_in_short(report.added_in_place)}, which came into a "
+                "list or dict after the restore, where that is not noticed. Assign the list or dict to the checkpoint "
+                "again."
             )
         if report.missing:
             raise ValueError(
                 f"The checkpoint {self.path} lacks values of the objects, which stay as they were: "
-                f"{_names(report.missing)}."
+                f"{_in_short(report.missing)}."
             )
         return self
 
@@ -200,8 +217,8 @@ class CheckpointLoadStatus:
         report = self._report()
         if not report.matched:
             raise ValueError(
-                f"Nothing in the checkpoint {self.path} matches an object. It holds {_names(report.unused)}; the "
-                f"objects are {_names(report.missing)}."
+                f"Nothing in the checkpoint {self.path} matches an object. It holds {_in_short(report.unused)}; "
+                f"the objects are {_in_short(report.missing)}."
             )
         return self
 
@@ -235,6 +252,6 @@ class InitializationOnlyStatus(CheckpointLoadStatus):
 _NO_PATH = "No checkpoint was given (save_path=None); nothing was restored."
 
 
-def _names(names: Sequence[str]) -> str:
+def _in_short(names: Sequence[str]) -> str:
     shown = ", ".join(names[:10]) or "nothing"
     return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown

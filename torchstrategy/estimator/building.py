@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,9 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.atomic import index_path
 from torchstrategy.checkpoint.checkpoint import Checkpoint
-from torchstrategy.errors import DataLossError, NotFoundError
+from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.model_fn import call_model_fn
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
@@ -205,11 +203,6 @@ def restore(built: Built, path: str) -> None:
     logger.info("Restoring parameters from %s", path)
     try:
         status = built.checkpoint.restore(path)
-    except DataLossError as error:
-        index = index_path(os.path.dirname(path))
-        raise DataLossError(
-            f"{error} To go on from an earlier one, delete this one from 'written' in {index}."
-        ) from error
     except ValueError as error:
         raise ValueError(f"{error} {_OTHER_MODEL}") from error
     try:

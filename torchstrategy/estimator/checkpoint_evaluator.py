@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.atomic import SUFFIX, write_file
+from torchstrategy.checkpoint.archive import SUFFIX
+from torchstrategy.checkpoint.storage import write_file
 from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.saver_hook import SecondOrStepTimer

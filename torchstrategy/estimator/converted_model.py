@@ -46,7 +46,7 @@ _CHECKPOINT_FORMATS = ("saver", "checkpoint")
 _SINGLE_OUTPUT = "output"
 
 
-def model_to_estimator(
+def model_to_estimator(  # noqa: PLR0913 - tf's signature, and one more
     keras_model: Model | None = None,
     keras_model_path: str | os.PathLike[str] | None = None,
     custom_objects: None = None,
@@ -55,6 +55,8 @@ def model_to_estimator(
     checkpoint_format: str = "saver",
     metric_names_map: Mapping[str, str] | None = None,
     export_outputs: Mapping[str, Any] | None = None,
+    *,
+    trust: bool = False,
 ) -> Estimator:
     """Return an Estimator that trains a copy of a compiled model, from its weights on.
 
@@ -64,13 +66,14 @@ def model_to_estimator(
 
     Args:
         keras_model: the compiled model.
-        keras_model_path: or a file of ``Model.save``.
+        keras_model_path: or a file of ``Model.save``, with ``trust=True``.
         custom_objects: must be ``None``: the file names all classes.
         model_dir: the directory for checkpoints; see ``Estimator``.
         config: the estimator's configuration.
         checkpoint_format: ``"saver"`` or ``"checkpoint"``, which are the same here.
         metric_names_map: other names for metrics in what ``evaluate`` returns, by the names that the model gives them.
         export_outputs: further signatures of an exported model; see ``EstimatorSpec``.
+        trust: whether the file at ``keras_model_path`` may run code, see ``ts.models.load_model``.
 
     Raises:
         ValueError: not exactly one of model and path is given, the model was not compiled, has steps of its own or was
@@ -97,7 +100,7 @@ def model_to_estimator(
         raise ValueError("custom_objects must be None: a file of Model.save names the classes that it needs.")
     if checkpoint_format not in _CHECKPOINT_FORMATS:
         raise ValueError(f"checkpoint_format must be one of {_CHECKPOINT_FORMATS}. Received: {checkpoint_format!r}")
-    model = keras_model if keras_model is not None else load_model(keras_model_path)  # type: ignore[arg-type]
+    model = keras_model if keras_model_path is None else load_model(keras_model_path, trust=trust)
     if not isinstance(model, Model):
         raise TypeError(f"keras_model must be a ts.Model. Received: {model!r:.200}")
     model_fn = _ModelFn(model, dict(metric_names_map or {}), dict(export_outputs or {}))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.checkpoint.directory import read_index
+from torchstrategy.checkpoint.manager import CheckpointManager, restore_newest
 from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore, seeded
@@ -207,17 +209,17 @@ def _hooks_of_chief(session: Session, spec: EstimatorSpec) -> list[SessionRunHoo
 
 
 def _restore_or_warm_start(built: Built, config: RunConfig, settings: WarmStartSettings | None) -> None:
-    """Go on from the latest checkpoint, else from the given values; all processes from the chief's."""
+    """Go on from the newest checkpoint that is whole, else from the given values; all processes from the chief's."""
     strategy = built.strategy
     if isinstance(strategy, BetweenGraphParameterServerStrategy) and not strategy.is_chief:
         strategy.wait_until_ready(config.session_creation_timeout_secs)  # for the chief's values
         return
-    latest = latest_checkpoint(str(config.model_dir))
+    directory = str(config.model_dir)
+    index = read_index(directory)
+    paths = [] if index is None else [os.path.join(directory, name) for name in (*index.unlisted, *index.written)]
     if strategy.workers is not None:
-        latest = strategy.workers.broadcast_object("Estimator: the checkpoint to go on from", latest)
-    if latest is not None:
-        restore(built, latest)
-    elif settings is not None:
+        paths = list(strategy.workers.broadcast_object("Estimator: the checkpoints to go on from", paths))
+    if restore_newest(paths, lambda path: restore(built, path)) is None and settings is not None:
         warm_start(built.module, strategy, settings)
     if isinstance(strategy, BetweenGraphParameterServerStrategy):
         strategy.wait_until_ready()

@@ -18,7 +18,7 @@ from torchstrategy.base.context import set_within
 from torchstrategy.base.log import logger
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.options import VariableAggregation
-from torchstrategy.checkpoint.atomic import checkpoint_file, read_checkpoint
+from torchstrategy.checkpoint.archive import checkpoint_file, read_checkpoint
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.replicas.mirrored import bodies

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchstrategy.base import tree
-from torchstrategy.checkpoint.atomic import write_file
+from torchstrategy.checkpoint.storage import write_file
 from torchstrategy.fit.calling import call_arguments, copy_module, describe_data, example_of
 from torchstrategy.fit.trainer import trainer_of
 from torchstrategy.fit.weight_files import strategy_of, write_as_one

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.checkpoint.atomic import write_file
+from torchstrategy.checkpoint.storage import write_file
 
 __all__ = ["SAFE_SUFFIX", "find_safetensors", "read_safetensors", "write_safetensors"]
 

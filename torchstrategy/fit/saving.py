@@ -10,17 +10,16 @@ import inspect
 import os
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchstrategy import errors
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy
 from torchstrategy.base.names import uncompiled_name
-from torchstrategy.checkpoint.atomic import read_archive, write_file
+from torchstrategy.checkpoint.archive import check_version, read_archive, write_archive
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore
-from torchstrategy.checkpoint.spilling import spilled_to
+from torchstrategy.checkpoint.storage import spilled_to
 from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.architecture import dump_objects, load_objects
 from torchstrategy.fit.safetensors_files import SAFE_SUFFIX
@@ -82,21 +81,27 @@ def save_model(
     def write(file: str) -> None:
         with spilled_to(os.path.dirname(file)):
             content = _content_of(model, capture(), strategy)
-            write_file(file, lambda opened: torch.save(content, opened))
+            write_archive(file, content)
 
     write_as_one(strategy, path, write, overwrite=overwrite, method="Model.save")
 
 
-def load_model(path: _Path, compile: bool = True) -> Any:  # noqa: FBT001, FBT002 - Keras' signature
+def load_model(
+    path: _Path,
+    compile: bool = True,  # noqa: FBT001, FBT002 - Keras' signature
+    *,
+    trust: bool = False,
+) -> Any:
     """Build a model that ``Model.save`` wrote, under the current strategy or none, so that training can go on exactly.
 
-    The file names the classes and functions that the model is made of, and loading it imports and calls them. So load
-    files only from sources that you trust, as with ``torch.load(weights_only=False)``. To read the weights of any file
-    safely, build the model and call ``load_weights``.
+    The file names the classes and functions that the model is made of, and loading it imports and calls them. So
+    ``trust`` files only from sources that you would take a program from, as with ``torch.load(weights_only=False)``. To
+    read the weights of any file safely, build the model and call ``load_weights``.
 
     Args:
         path: the file.
         compile: whether to compile the model as it was, and to restore the optimizer's state.
+        trust: whether the file may run code.
 
     Returns:
         The model.
@@ -104,6 +109,7 @@ def load_model(path: _Path, compile: bool = True) -> Any:  # noqa: FBT001, FBT00
     Raises:
         NotFoundError: there is no such file.
         DataLossError: it is damaged or was not written by ``Model.save``.
+        ValueError: it is not trusted.
         ImportError: a class or function that the model needs is not here.
         RuntimeError: another process could not load.
 
@@ -114,7 +120,7 @@ def load_model(path: _Path, compile: bool = True) -> Any:  # noqa: FBT001, FBT00
         >>> model.compile("adam", "mse")
         >>> model.save(f"{folder.name}/model.pt")
         >>> with ts.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        ...     loaded = ts.models.load_model(f"{folder.name}/model.pt")
+        ...     loaded = ts.models.load_model(f"{folder.name}/model.pt", trust=True)
         >>> history = loaded.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
         >>> folder.cleanup()
     """
@@ -126,6 +132,12 @@ def load_model(path: _Path, compile: bool = True) -> Any:  # noqa: FBT001, FBT00
     try:
         file = find_file(path)
         content = _read(file)
+        if not trust:
+            raise ValueError(
+                f"{file} holds pickled objects, which can run any code when they are loaded. If it comes from where "
+                "you would take a program from, pass trust=True. Otherwise build the model and call "
+                "model.load_weights(path), which reads the weights only."
+            )
         names = ["model", "compile"] if compile and content["training"] is not None else ["model"]
         objects = load_objects(content["program"], names, file)
     except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
@@ -191,10 +203,7 @@ def _read(file: str) -> dict[str, Any]:
         raise errors.DataLossError(
             f"{file} was not written by Model.save. If it holds weights, build the model and call load_weights."
         )
-    if content["version"] > _VERSION:
-        raise errors.DataLossError(
-            f"{file} has the format version {content['version']}; this release reads up to {_VERSION}. Upgrade it."
-        )
+    check_version(file, content, _VERSION)
     return content
 
 

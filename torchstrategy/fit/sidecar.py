@@ -8,7 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 from torchstrategy.base.log import logger, show_info
-from torchstrategy.checkpoint.atomic import SUFFIX
+from torchstrategy.checkpoint.archive import SUFFIX
 from torchstrategy.checkpoint.reader import get_checkpoint_state, load_checkpoint
 from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.fit.callbacks.model_checkpoint import FINISHED
@@ -115,9 +115,7 @@ class SidecarEvaluator:
     def _find(self) -> _Found | None:
         """Return the latest checkpoint."""
         state = get_checkpoint_state(self.checkpoint_dir)
-        if state is None or not os.path.isfile(state.model_checkpoint_path + SUFFIX):
-            return None
-        return _Found(state.model_checkpoint_path, state.all_model_checkpoint_timestamps[-1])
+        return None if state is None else _Found(state.model_checkpoint_path, state.all_model_checkpoint_timestamps[-1])
 
     def _is_finished(self) -> bool:
         is_finished = os.path.exists(os.path.join(self.checkpoint_dir, FINISHED))

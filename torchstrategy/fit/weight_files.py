@@ -8,17 +8,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchstrategy import errors
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.checkpoint.atomic import SUFFIX, Index, read_archive, read_index, write_file, write_index
-from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.archive import FORMAT, SUFFIX, WEIGHTS, read_archive, write_archive
+from torchstrategy.checkpoint.directory import Fence, Index, publish, read_index
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
-from torchstrategy.checkpoint.spilling import spilled_to
+from torchstrategy.checkpoint.storage import is_directory, is_file, spilled_to
 from torchstrategy.checkpoint.tracked import Plan
 from torchstrategy.fit.safetensors_files import SAFE_SUFFIX, find_safetensors, read_safetensors, write_safetensors
 from torchstrategy.fit.trainer import ATTRIBUTE, trainer_of
@@ -30,19 +29,20 @@ __all__ = [
     "MODEL_FORMAT",
     "capture_weights",
     "find_file",
+    "is_listed",
     "load_weights",
     "plain_module",
     "require_cross_replica",
     "save_weights",
     "strategy_of",
     "write_as_one",
+    "write_weights",
 ]
 
 _Path = str | os.PathLike[str]
 
 #: Says what ``Model.save`` writes.
 MODEL_FORMAT = "torchstrategy.model"
-_CHECKPOINT_FORMAT = "torchstrategy.checkpoint"
 _FILE_SUFFIXES = (".pt", ".pth", ".bin")
 _WRAPPED = "module."
 _REMEDY = "Take another file."
@@ -56,12 +56,13 @@ def save_weights(
 ) -> None:
     """Write a model's weights. Cross-replica context, on every process; the chief writes, completely or not at all.
 
-    A path that ends in ``.pt``, ``.pth`` or ``.bin`` is a file with the ``state_dict``, which plain torch reads:
-    ``module.load_state_dict(torch.load(path, weights_only=True))``. One that ends in ``.safetensors`` holds the same
+    The file holds the ``state_dict``, which plain torch reads:
+    ``module.load_state_dict(torch.load(path, weights_only=True))``. A path that ends in ``.safetensors`` holds the same
     tensors in that format, of the package safetensors, without checksums, and weights that share memory each by itself.
-    Any other path is, as in tf, the beginning of a name: ``<path>.pt`` is then a checkpoint that
-    ``ts.train.Checkpoint(model=...)`` restores, and its directory's latest one. A model that was made of a module, as
-    ``ts.Model(module)``, has the names of that module.
+    A path that ends in none of ``.pt``, ``.pth``, ``.bin`` and ``.safetensors`` is, as in tf, the beginning of a name:
+    the file is ``<path>.pt``, and it becomes its directory's latest checkpoint, which
+    ``ts.train.Checkpoint(model=...)`` restores as well. A model that was made of a module, as ``ts.Model(module)``, has
+    the names of that module.
 
     Args:
         model: the model, or any module.
@@ -85,45 +86,59 @@ def save_weights(
         ['weight', 'bias']
         >>> folder.cleanup()
     """
+    write_weights(model, path, overwrite=overwrite)
+
+
+def write_weights(model: nn.Module, path: _Path, *, overwrite: bool = True, fence: Fence | None = None) -> None:
+    """Do what ``save_weights`` does.
+
+    Args:
+        model: the model.
+        path: the file, or the beginning of its name.
+        overwrite: whether an existing file may be replaced.
+        fence: of the directory, what a writer of several files knows of others that write there.
+    """
+    require_cross_replica("save_weights")
     strategy = strategy_of(model)
-    suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix not in (*_FILE_SUFFIXES, SAFE_SUFFIX):
-        _save_checkpoint(model, os.fspath(path), strategy, overwrite=overwrite)
-        return
+    name = os.fspath(path)
+    becomes_latest = is_listed(name)
     capture = capture_weights(model, strategy)
+    iterations = trainer_of(model).iterations if ATTRIBUTE in bodies(model)[0].__dict__ else 0
+    about = {"holds": WEIGHTS, "iterations": iterations}
 
     def write(file: str) -> None:
-        if suffix == SAFE_SUFFIX:
+        is_safe = name.lower().endswith(SAFE_SUFFIX)
+        if is_safe:
             find_safetensors()  # where it is written only, and before the work
         with spilled_to(os.path.dirname(file)):
             weights = capture()
-            if suffix == SAFE_SUFFIX:
+            if is_safe:
                 write_safetensors(file, weights)
+            elif becomes_latest:
+                _publish(name, weights, about, fence or Fence(os.path.dirname(name)))
             else:
-                write_file(file, lambda opened: torch.save(weights, opened))
+                write_archive(file, weights, about)
 
-    write_as_one(strategy, path, write, overwrite=overwrite, method="save_weights")
+    write_as_one(strategy, name + SUFFIX if becomes_latest else name, write, overwrite=overwrite, method="save_weights")
 
 
-def _save_checkpoint(model: nn.Module, prefix: str, strategy: Any, *, overwrite: bool) -> None:
-    """Write a checkpoint and make it the latest one of its directory."""
-    require_cross_replica("save_weights")
-    iterations = trainer_of(model).iterations if ATTRIBUTE in bodies(model)[0].__dict__ else 0
-    checkpoint = Checkpoint(model=plain_module(model), iterations=torch.tensor(iterations))
-    if not overwrite:
-        write_as_one(strategy, prefix + SUFFIX, lambda _: None, overwrite=False, method="save_weights")
+def is_listed(path: _Path) -> bool:
+    """Say whether ``save_weights`` makes a path its directory's latest checkpoint: it has no file's suffix."""
+    return os.path.splitext(os.fspath(path))[1].lower() not in (*_FILE_SUFFIXES, SAFE_SUFFIX)
 
-    def finish() -> None:
-        directory, name = os.path.split(prefix)
-        index = read_index(directory) or Index({})
-        there = {
-            other: written
-            for other, written in index.written.items()
-            if other != name and os.path.isfile(os.path.join(directory, other + SUFFIX))
-        }
-        write_index(directory, {**there, name: time.time()}, index.last_preserved)
 
-    checkpoint._write(prefix, finish)
+def _publish(prefix: str, weights: Any, about: dict[str, Any], fence: Fence) -> None:
+    """Write weights and make them the latest checkpoint of their directory, which keeps the others."""
+    directory, name = os.path.split(prefix)
+
+    before = read_index(directory) or Index({})
+    written = {**{other: seconds for other, seconds in before.written.items() if other != name}, name: time.time()}
+    publish(
+        fence,
+        name,
+        lambda file, seal, check: write_archive(file, weights, {**about, **seal}, check),
+        Index(written, before.last_preserved),
+    )
 
 
 def load_weights(
@@ -205,11 +220,11 @@ def write_as_one(strategy: Any, path: _Path, write: Callable[[str], None], *, ov
     file = os.fspath(path)
 
     def checked() -> None:
-        if os.path.isdir(file):
+        if is_directory(file):
             raise IsADirectoryError(
                 f"{method}: {file} is a directory. Pass the path of a file, such as {file}/model.pt."
             )
-        if os.path.exists(file) and not overwrite:
+        if is_file(file) and not overwrite:
             raise FileExistsError(f"{method}: {file} is there already. Pass overwrite=True to replace it.")
         write(file)
 
@@ -237,9 +252,9 @@ def find_file(path: _Path) -> str:
     """
     name = os.fspath(path)
     for candidate in (name, name + SUFFIX):
-        if os.path.isfile(candidate):
+        if is_file(candidate):
             return candidate
-    if os.path.isdir(name):
+    if is_directory(name):
         raise errors.NotFoundError(
             f"{name} is a directory, not a file. Pass a file in it; of a directory of checkpoints, the latest is "
             f"ts.train.latest_checkpoint({name!r})."
@@ -257,7 +272,7 @@ def _read_weights(file: str) -> Mapping[str, Any]:
         return read_safetensors(file)
     content = read_archive(file, what="a file of weights", remedy=_REMEDY, may_be_old=True)
     kind = content.get("format") if isinstance(content, dict) else None
-    if kind == _CHECKPOINT_FORMAT:
+    if kind == FORMAT:
         entry = content["objects"].get("model") or content["objects"].get("root")
         if entry is None or entry["kind"] != "module":
             raise errors.DataLossError(

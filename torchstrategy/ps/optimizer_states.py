@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.checkpoint.spilling import new_tensor
+from torchstrategy.checkpoint.storage import new_tensor
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
 from torchstrategy.ps.layout import VariableSpec
 
@@ -95,7 +95,7 @@ def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 class JoinedState:
-    """The state of a whole variable, put together part by part; large tensors may be in files, see ``spilling``.
+    """The state of a whole variable, put together part by part; large tensors may be in files, see ``new_tensor``.
 
     Args:
         spec: the variable.

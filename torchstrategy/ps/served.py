@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from torchstrategy.base.names import dtype_name
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.checkpoint.spilling import new_tensor
+from torchstrategy.checkpoint.storage import new_tensor
 from torchstrategy.ps.bindings import Binding, Bindings, Kind
 from torchstrategy.ps.layout import check_padding_index
 from torchstrategy.replicas.distributed_variables import replaced
@@ -61,7 +61,7 @@ class Served(RemoteTensor):
 
     @override
     def snapshot(self) -> Tensor:
-        """Return the present value on the CPU, read piece by piece; in a file if it is large, see ``spilling``."""
+        """Return the present value on the CPU, read piece by piece; in a file if it is large, see ``new_tensor``."""
         spec = self.binding.spec
         self.bindings.write_back([self.binding])
         value = new_tensor(spec.shape, spec.dtype)

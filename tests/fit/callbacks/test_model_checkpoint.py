@@ -47,11 +47,11 @@ def test_names_are_formatted_with_the_logs(tmp_path):
 
 
 def test_whole_models_are_saved_and_loaded(tmp_path):
-    model, _ = fit(ModelCheckpoint(tmp_path / "model-{epoch}.pt"), devices=["cpu:0", "cpu:1"])
-    loaded = ts.models.load_model(tmp_path / "model-3.pt")
+    model, _ = fit(ModelCheckpoint(tmp_path / "model-{epoch}.pt", save_weights_only=False), devices=["cpu:0", "cpu:1"])
+    loaded = ts.models.load_model(tmp_path / "model-3.pt", trust=True)
     assert loaded.iterations == model.iterations == 9
     assert torch.equal(loaded.module.weight, model.module.weight)
-    assert not torch.equal(ts.models.load_model(tmp_path / "model-2.pt").module.weight, model.module.weight)
+    assert not torch.equal(ts.models.load_model(tmp_path / "model-2.pt", trust=True).module.weight, model.module.weight)
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
@@ -188,7 +188,7 @@ def save_with_processes(folder):
     with ts.MultiWorkerMirroredStrategy().scope() as strategy:
         model = ts.Model(nn.Linear(2, 1))
         model.compile("sgd", "mse")
-    best = ModelCheckpoint(f"{folder}/best.pt", monitor="loss", save_best_only=True)
+    best = ModelCheckpoint(f"{folder}/best.pt", monitor="loss", save_best_only=True, save_weights_only=False)
     weights = ModelCheckpoint(
         f"{folder}/weights/ckpt-{{epoch}}-{{batch}}-loss{{loss:.3f}}", save_weights_only=True, save_freq=2
     )
@@ -203,4 +203,4 @@ def test_processes_save_as_one(process_pool, tmp_path):
     assert first == second
     values, names = first
     assert [name.split("-loss")[0] for name in names] == ["checkpoint", "ckpt-1-2", "ckpt-2-1", "ckpt-2-3", FINISHED]
-    assert ts.models.load_model(tmp_path / "best.pt").module.weight.tolist() == values
+    assert ts.models.load_model(tmp_path / "best.pt", trust=True).module.weight.tolist() == values

@@ -13,7 +13,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,12 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
-from torchstrategy.checkpoint.atomic import SUFFIX, read_index
+from torchstrategy.checkpoint.archive import SUFFIX
 from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.directory import index_path, read_index
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.storage import delete_file, delete_leftovers
 from torchstrategy.fit.callbacks.callback import Callback, Logs
 from torchstrategy.fit.callbacks.model_checkpoint import check_save_freq
 from torchstrategy.fit.trainer import Trainer, trainer_of
@@ -32,6 +33,8 @@ from torchstrategy.fit.trainer import Trainer, trainer_of
 __all__ = ["BackupAndRestore"]
 
 _NAME = "backup"
+#: So that there is one if the newest is damaged.
+_NUM_KEPT = 2
 _EXIT_STATUS = 128 + signal.SIGTERM
 
 
@@ -103,15 +106,13 @@ class BackupAndRestore(Callback):
         objects = self._objects()
         # The position first: it refuses a fit with other arguments.
         checkpoint = Checkpoint(position=objects.pop("position"), **objects)
-        self._manager = CheckpointManager(checkpoint, self.backup_dir, 1, checkpoint_name=_NAME)
-        latest = self._manager.latest_checkpoint
-        self._manager._check_all_see(latest)
-        if latest is not None:
-            self._restore(checkpoint, latest)
-        elif self._position.seed is None:
+        self._manager = CheckpointManager(checkpoint, self.backup_dir, _NUM_KEPT, checkpoint_name=_NAME)
+        restored = self._manager._restore_newest(lambda path: self._restore(checkpoint, path))
+        if restored is None and self._position.seed is None:
             self._position.seed = self._agree(torch.initial_seed(), "seed of BackupAndRestore")[0]
         self._last_batch = self._position.step - 1
-        self._delete_partial_files()
+        if self.model.distribute_strategy.is_chief:
+            delete_leftovers(self.backup_dir)
         if self.save_before_preemption:
             self._signal = _Preemption(self._agree)
 
@@ -256,21 +257,15 @@ class BackupAndRestore(Callback):
                 f"{others[-1]!r}, which would be deleted. Give it a directory of its own."
             )
 
-    def _delete_partial_files(self) -> None:
-        """Delete what a process left that was killed while it wrote."""
-        if self.model.distribute_strategy.is_chief:
-            for path in Path(self.backup_dir).glob(f".*{SUFFIX}.*.tmp"):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
     def _delete(self) -> None:
         """Delete the files, when all processes are done."""
         self._agree(None, "end of fit")
         if self.model.distribute_strategy.is_chief:
             paths = [path + SUFFIX for path in self._current_manager.checkpoints]
-            for name in (os.path.join(self.backup_dir, "checkpoint"), *paths):
+            # Without the index the newest is still found, until it is gone as the last.
+            for name in (index_path(self.backup_dir), *paths):
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+                    delete_file(name)
             with contextlib.suppress(OSError):  # it is missing, or holds something else
                 os.rmdir(self.backup_dir)
 

@@ -11,9 +11,11 @@ from typing import Any
 from typing_extensions import override
 
 from torchstrategy.base.log import warn_once
+from torchstrategy.checkpoint.directory import Fence
 from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.progress import print_line
 from torchstrategy.fit.callbacks.stopping import Goal, check_mode, find_goal
+from torchstrategy.fit.weight_files import is_listed, write_weights
 
 __all__ = ["FINISHED", "ModelCheckpoint"]
 
@@ -24,11 +26,11 @@ FINISHED = "training_finished"
 class ModelCheckpoint(Callback):
     """Saves the model after epochs, or every so many batches.
 
-    With ``save_weights_only`` the path is the beginning of a file's name, ``<filepath>.pt``, and what is written is a
-    checkpoint of ``ts.train.Checkpoint(model=...)``. It becomes ``ts.train.latest_checkpoint`` of its directory, where
-    a ``SidecarEvaluator`` finds it, and ``model.load_weights`` reads it. (A path that ends in ``.pt``, ``.pth``,
-    ``.bin`` or ``.safetensors`` is a file as ``model.save_weights`` writes it, which no evaluator looks for.) Give each
-    callback and each program that writes checkpoints a directory of its own.
+    What is written is the ``state_dict``, as by ``model.save_weights``, and ``model.load_weights`` reads it. A path
+    without a suffix is the beginning of a file's name, ``<filepath>.pt``, which becomes
+    ``ts.train.latest_checkpoint`` of its directory, where a ``SidecarEvaluator`` finds it. (For one that ends in
+    ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` no evaluator looks.) Give each callback and each program that writes
+    checkpoints a directory of its own.
 
     Args:
         filepath: where to; names in braces are replaced by ``epoch``, ``batch`` (both from 1) and what the logs hold:
@@ -36,7 +38,8 @@ class ModelCheckpoint(Callback):
         monitor: the name in the logs that says what is best.
         verbose: 1 prints a line at each save.
         save_best_only: save only what is better than all before.
-        save_weights_only: save the weights only, else all of the model, as ``Model.save``.
+        save_weights_only: save the weights only, else all of the model, as ``Model.save``. Such a file can run code
+            when it is loaded; tf's default is ``False`` nevertheless.
         mode: ``"min"`` or ``"max"``, what is better; ``"auto"`` tells by the metric and its name.
         save_freq: ``"epoch"``, or a number of batches.
         initial_value_threshold: what the first model must be better than; ``None`` means nothing.
@@ -50,7 +53,7 @@ class ModelCheckpoint(Callback):
         >>> folder = tempfile.TemporaryDirectory()
         >>> model = ts.Model(torch.nn.Linear(1, 1))
         >>> model.compile("sgd", "mse")
-        >>> save = ts.callbacks.ModelCheckpoint(f"{folder.name}/weights-{{epoch}}", save_weights_only=True)
+        >>> save = ts.callbacks.ModelCheckpoint(f"{folder.name}/weights-{{epoch}}")
         >>> history = model.fit(torch.ones(4, 1), torch.ones(4, 1), epochs=2, callbacks=[save], verbose=0)
         >>> ts.train.latest_checkpoint(folder.name).removeprefix(folder.name)
         '/weights-2'
@@ -64,7 +67,7 @@ class ModelCheckpoint(Callback):
         monitor: str = "val_loss",
         verbose: int = 0,
         save_best_only: bool = False,  # noqa: FBT001, FBT002 - tf's signature
-        save_weights_only: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+        save_weights_only: bool = True,  # noqa: FBT001, FBT002 - tf's signature, but for the default
         mode: str = "auto",
         save_freq: str | int = "epoch",
         initial_value_threshold: float | None = None,
@@ -79,6 +82,7 @@ class ModelCheckpoint(Callback):
         self.save_freq = check_save_freq(save_freq, "ModelCheckpoint")
         self.best = initial_value_threshold
         self._goal: Goal | None = None
+        self._fence: Fence | None = None
         self._fields = _fields(self.filepath)
         self._epoch = 0
         self._last_batch = -1
@@ -93,6 +97,7 @@ class ModelCheckpoint(Callback):
             if self.best is None:
                 self.best = self._goal.worst
         self._last_batch, self._num_batches = -1, 0
+        self._fence = Fence(os.path.dirname(self.filepath)) if self._is_for_evaluator() else None
         self._say_finished(is_finished=False)
 
     @override
@@ -145,7 +150,7 @@ class ModelCheckpoint(Callback):
         path = self._format(epoch, batch, {} if logs is None else logs)
         self._say(epoch, f"saving the model to {path}")
         if self.save_weights_only:
-            self.model.save_weights(path)
+            write_weights(self.model, path, fence=self._fence)
         else:
             self.model.save(path)
 
@@ -186,11 +191,15 @@ class ModelCheckpoint(Callback):
         if self.verbose > 0 and is_chief(self.model):
             print_line(f"Epoch {epoch + 1}: {text}")
 
+    def _is_for_evaluator(self) -> bool:
+        """Say whether what is saved becomes the latest checkpoint of a directory."""
+        return self.save_weights_only and is_listed(self.filepath) and not _fields(os.path.dirname(self.filepath))
+
     def _say_finished(self, *, is_finished: bool) -> None:
         """Tell an evaluator whether more checkpoints will come."""
-        directory = os.path.dirname(self.filepath) or "."
-        if not self.save_weights_only or _fields(directory) or not is_chief(self.model):
+        if not self._is_for_evaluator() or not is_chief(self.model):
             return
+        directory = os.path.dirname(self.filepath) or "."
         path = os.path.join(directory, FINISHED)
         if not is_finished:
             with contextlib.suppress(FileNotFoundError):

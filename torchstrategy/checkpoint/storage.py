@@ -1,0 +1,283 @@
+"""Files that are complete or not there: on this host's file systems, or wherever fsspec finds a path with a scheme.
+
+A file is written under another name, put on the disk, and only then given its own. Whoever writes holds a lock on the
+unfinished file, so that one without a lock is known to be what a killed process left; the next writer deletes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from torchstrategy.base.context import set_within
+
+try:
+    import fcntl
+except ImportError:  # without locks, what killed processes leave is not found
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "delete_file",
+    "delete_leftovers",
+    "is_directory",
+    "is_file",
+    "list_files",
+    "local_copy",
+    "new_tensor",
+    "open_file",
+    "spilled_to",
+    "write_file",
+]
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+#: Stores that show a file when it is complete, so that it needs no other name before.
+_ATOMIC_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+
+
+def write_file(path: str, write: Callable[[IO[bytes]], Any], *, check: Callable[[], None] = lambda: None) -> None:
+    """Write a file under another name, put it on the disk, and only then give it its name.
+
+    Args:
+        path: where to; its directory is made if need be.
+        write: called with the open file.
+        check: called when the file is complete; if it raises, the file does not get its name.
+
+    Raises:
+        OSError: the file can't be written; what was there before is unchanged.
+    """
+    if _is_remote(path):
+        _write_remote(path, write, check)
+        return
+    directory, name = os.path.split(os.path.abspath(path))
+    _make_directory(directory)
+    delete_leftovers(directory)
+    file = _new_file(directory, name)
+    try:
+        with file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            check()
+            os.replace(file.name, path)  # while it is locked: unlocked, it would be taken for a leftover
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError):  # torch.save hides that the disk is full
+            raise OSError(cause.errno, cause.strerror, path) from error
+        # A write or a flush does not name the file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = path
+        raise
+    _sync_directory(directory)  # the new name itself must survive a power cut
+
+
+def delete_leftovers(directory: str) -> None:
+    """Delete the unfinished files of processes that were killed while they wrote to a directory."""
+    if fcntl is None or _is_remote(directory):
+        return
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory or os.curdir) as entries:
+        for entry in entries:
+            if _UNFINISHED.fullmatch(entry.name):
+                _delete_if_unlocked(entry.path)
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Open a file for reading.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if _is_remote(path):
+        system, place = _remote(path)
+        return system.open(place, "rb")  # type: ignore[no-any-return]
+    return open(path, "rb")
+
+
+@contextlib.contextmanager
+def local_copy(path: str) -> Iterator[str]:
+    """Yield the path of a file on this host with a file's content: the file's own if it is one."""
+    if not _is_remote(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="torchstrategy-") as folder:
+        copy = os.path.join(folder, "copy")
+        with open_file(path) as source, open(copy, "wb") as target:
+            shutil.copyfileobj(source, target, _CHUNK)
+        yield copy
+
+
+def is_file(path: str) -> bool:
+    """Say whether there is a file."""
+    if _is_remote(path):
+        system, place = _remote(path)
+        return bool(system.isfile(place))
+    return os.path.isfile(path)
+
+
+def is_directory(path: str) -> bool:
+    """Say whether there is a directory."""
+    if _is_remote(path):
+        system, place = _remote(path)
+        return bool(system.isdir(place))
+    return os.path.isdir(path)
+
+
+def list_files(directory: str) -> list[str]:
+    """Return the names of the files in a directory; none if it is not there."""
+    if _is_remote(directory):
+        system, place = _remote(directory)
+        try:
+            entries = system.ls(place, detail=True)
+        except FileNotFoundError:
+            return []
+        return [os.path.basename(entry["name"]) for entry in entries if entry["type"] == "file"]
+    try:
+        with os.scandir(directory or os.curdir) as found:
+            return [entry.name for entry in found if entry.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def delete_file(path: str) -> None:
+    """Delete a file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if _is_remote(path):
+        system, place = _remote(path)
+        system.rm_file(place)
+    else:
+        os.unlink(path)
+
+
+def _is_remote(path: str) -> bool:
+    return _SCHEME.match(path) is not None
+
+
+def _remote(path: str) -> tuple[Any, str]:
+    """Return the file system of a path with a scheme, and the path in it."""
+    import fsspec  # type: ignore[import-untyped]  # noqa: PLC0415 - torch depends on it; an import costs what few need
+
+    try:
+        system, place = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise type(error)(
+            f"{path}: {error}. Install what fsspec needs for this scheme, or give a folder's path."
+        ) from error
+    system.invalidate_cache()  # other processes write as well
+    return system, place
+
+
+def _write_remote(path: str, write: Callable[[IO[bytes]], Any], check: Callable[[], None]) -> None:
+    """Write a file on this host, and give it to the store when it is complete."""
+    system, place = _remote(path)
+    with tempfile.NamedTemporaryFile(prefix="torchstrategy-") as file:
+        write(file)
+        file.flush()
+        check()
+        system.makedirs(os.path.dirname(place), exist_ok=True)
+        protocols = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
+        if protocols & _ATOMIC_STORES:
+            system.put_file(file.name, place)
+            return
+        directory, name = os.path.split(place)
+        unfinished = f"{directory}/.{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            system.put_file(file.name, unfinished)
+            system.mv(unfinished, place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                system.rm_file(unfinished)
+            raise
+
+
+def _new_file(directory: str, name: str) -> IO[bytes]:
+    """Make an unfinished file, and lock it as long as it is open."""
+    while True:
+        file = open(os.path.join(directory, f".{name}.{uuid.uuid4().hex}.tmp"), "xb")  # noqa: SIM115 - for the caller
+        try:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # another writer took it for a leftover before it was locked
+
+
+def _delete_if_unlocked(path: str) -> None:
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # OSError: locked, or gone
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+
+
+def _make_directory(directory: str) -> None:
+    """Make a directory, so that its name survives a power cut."""
+    if os.path.isdir(directory):
+        return
+    parent = os.path.dirname(directory)
+    _make_directory(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory)
+        _sync_directory(parent)
+    if not os.path.isdir(directory):
+        raise NotADirectoryError(f"{directory} is a file, where a directory is needed.")
+
+
+def _sync_directory(directory: str) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_CHUNK = 1 << 22
+
+# --- large values in files instead of memory, for checkpoints of models that don't fit into the coordinator's memory
+
+#: Smaller tensors stay in memory.
+_MIN_BYTES = 1 << 20
+_directory: ContextVar[str | None] = ContextVar("directory", default=None)
+
+
+def spilled_to(directory: str) -> AbstractContextManager[None]:
+    """Let ``new_tensor`` make tensors in files without a name in a directory."""
+    return set_within(_directory, tempfile.gettempdir() if _is_remote(directory) else directory or os.curdir)
+
+
+def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of zeros on the CPU.
+
+    Within ``spilled_to`` a large one is a file's content, which the kernel may write out and drop from memory. The file
+    has no name and is gone with the tensor.
+    """
+    size = math.prod(shape)
+    directory = _directory.get()
+    if directory is None or size * dtype.itemsize < _MIN_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    _make_directory(os.path.abspath(directory))
+    with _new_file(directory, "spilled") as file:
+        try:
+            return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(tuple(shape))
+        finally:
+            os.unlink(file.name)
