@@ -1,5 +1,6 @@
 """tf.train's names: checkpoints, and descriptions of clusters."""
 
+from torchstrategy.checkpoint.background import CheckpointOptions
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.reader import (
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointLoadStatus",
     "CheckpointManager",
+    "CheckpointOptions",
     "CheckpointReader",
     "CheckpointState",
     "ClusterSpec",

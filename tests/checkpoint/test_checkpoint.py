@@ -124,7 +124,7 @@ def test_options(prefix, method):
     checkpoint = ts.train.Checkpoint(value=torch.tensor(1.0))
     checkpoint.write(prefix)
     getattr(checkpoint, method)(prefix, options=None)
-    with pytest.raises(ValueError, match="There are no options for checkpoints"):
+    with pytest.raises(ValueError, match="options must be None or ts"):
         getattr(checkpoint, method)(prefix, options={})
 
 

@@ -3,9 +3,6 @@
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -294,24 +291,3 @@ def save_by(started, number):
         return manager.save()
 
     return go_on
-
-
-_CHILD = """
-import os, signal, sys, torch, torchstrategy as ts
-step = torch.tensor(0)
-manager = ts.train.CheckpointManager(ts.train.Checkpoint(step=step), sys.argv[1], 2)
-manager.restore_or_initialize()
-if sys.argv[2] == "kill":
-    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-step += 1
-manager.save()
-"""
-
-
-def test_leftovers_of_killed_saves_go(tmp_path):
-    def run(what):
-        return subprocess.run([sys.executable, "-c", _CHILD, tmp_path, what], check=False).returncode
-
-    assert [run("save"), run("kill"), run("kill")] == [0, -signal.SIGKILL, -signal.SIGKILL]
-    assert run("save") == 0
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "ckpt-1.pt", "ckpt-2.pt"]

@@ -20,8 +20,9 @@ def prove(folder, kind, every, *jobs):
     return done.stdout
 
 
+@pytest.mark.end_to_end
 def test_some_calls(tmp_path):
-    told = prove(tmp_path, "kill", 11, "manager of one", "write")
+    told = prove(tmp_path, "kill", 13, "manager of one")
     assert "manager of one: 4" in told
     assert "'unlink'" in told
 

@@ -141,7 +141,7 @@ def test_a_number_counts_no_steps(checkpoint, tmp_path):
 def test_options(checkpoint, tmp_path):
     manager = ts.train.CheckpointManager(checkpoint, tmp_path, None)
     manager.save(options=None)
-    with pytest.raises(ValueError, match="There are no options"):
+    with pytest.raises(ValueError, match="options must be None or ts"):
         manager.save(options={})
     assert checkpoint.save_counter == 1
 

@@ -22,6 +22,8 @@ __all__ = [
     "is_updating",
     "pop_frame",
     "push_frame",
+    "raise_failures",
+    "raise_in_next_run",
     "set_base_frame",
     "set_default",
     "set_within",
@@ -166,6 +168,24 @@ def updating() -> Iterator[None]:
         yield
     finally:
         _stack.is_updating = False
+
+
+def raise_in_next_run(raise_error: Callable[[], None]) -> None:
+    """Let the next ``run`` of any strategy raise what went wrong in a thread meanwhile.
+
+    Args:
+        raise_error: raises it; unless it was told already.
+    """
+    _failures.append(raise_error)
+
+
+def raise_failures() -> None:
+    """Raise what went wrong in threads."""
+    while _failures:
+        _failures.pop()()
+
+
+_failures: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager

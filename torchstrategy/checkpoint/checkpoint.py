@@ -14,9 +14,15 @@ from typing import Any
 from torchstrategy.base.context import current_replica_context, get_strategy
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint
+from torchstrategy.checkpoint.background import Background, CheckpointOptions
 from torchstrategy.checkpoint.directory import Fence, Index, publish
 from torchstrategy.checkpoint.objects import track_object
-from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
+from torchstrategy.checkpoint.process_reports import (
+    agree_on_restore,
+    agree_on_write,
+    begin_together,
+    write_together,
+)
 from torchstrategy.checkpoint.restoration import (
     CheckpointLoadStatus,
     InitializationOnlyStatus,
@@ -27,7 +33,7 @@ from torchstrategy.checkpoint.storage import delete_leftovers, spilled_to
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 from torchstrategy.replicas.record import owner
 
-__all__ = ["Checkpoint", "check_options"]
+__all__ = ["Checkpoint", "takes_async"]
 
 _Path = str | os.PathLike[str]
 
@@ -77,12 +83,16 @@ class Checkpoint:
     _save_counter: int
     _restorations: list[tuple[Restoration, str]]  # with values that may wait for this checkpoint's objects; its path
     _fences: dict[str, Fence]  # of the directories that were read or written
+    _background: Background
+    _pending: tuple[str, Callable[[], None]] | None  # on all processes, the asynchronous save, and how to undo it
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
         object.__setattr__(self, "_objects", {})
         object.__setattr__(self, "_save_counter", 0)
         object.__setattr__(self, "_restorations", [])
         object.__setattr__(self, "_fences", {})
+        object.__setattr__(self, "_background", Background())
+        object.__setattr__(self, "_pending", None)
         if root is not None:
             self._attach("root", root)
         for name, value in objects.items():
@@ -109,35 +119,36 @@ class Checkpoint:
         """Number of the last ``save``; part of the checkpoint, so that numbering goes on after a restore."""
         return self._save_counter
 
-    def save(self, file_prefix: _Path, options: None = None) -> str:
+    def save(self, file_prefix: _Path, options: CheckpointOptions | None = None) -> str:
         """Write ``<file_prefix>-<number>.pt`` and make it the directory's latest checkpoint.
 
         Args:
             file_prefix: directory and beginning of the name; the directory is made if need be.
-            options: only ``None``: there are none.
+            options: ``ts.train.CheckpointOptions(enable_async=True)`` lets training go on while a thread writes.
 
         Returns:
             The path to give to ``restore``: ``<file_prefix>-<number>``.
 
         Raises:
-            RuntimeError: called in replica context, or another process could not write.
+            RuntimeError: called in replica context, another process could not write, or the asynchronous save before
+                could not.
             OSError: the file can't be written. Earlier checkpoints are unchanged.
             TypeError: a ``state_dict`` holds something else than tensors and plain values.
             ValueError: an object has no single value to save, such as a lazy module without shapes or a variable
                 that is never aggregated.
         """
-        check_options(options)
+        is_async = takes_async(options)
         path = f"{os.fspath(file_prefix)}-{self._save_counter + 1}"
         name = os.path.basename(path)
-        self._save_as(path, Index({name: time.time()}))
+        self._save_as(path, Index({name: time.time()}), is_async=is_async)
         return path
 
-    def write(self, file_prefix: _Path, options: None = None) -> str:
+    def write(self, file_prefix: _Path, options: CheckpointOptions | None = None) -> str:
         """Write ``<file_prefix>.pt``, without a number and without making it the latest checkpoint.
 
         Args:
             file_prefix: the path without suffix; the directory is made if need be.
-            options: only ``None``: there are none.
+            options: as for ``save``.
 
         Returns:
             The path to give to ``read``.
@@ -148,17 +159,17 @@ class Checkpoint:
             TypeError: a ``state_dict`` holds something else than tensors and plain values.
             ValueError: an object has no single value to save.
         """
-        check_options(options)
+        is_async = takes_async(options)
         path = os.fspath(file_prefix)
-        self._write(path, lambda content: write_checkpoint(path + SUFFIX, content))
+        self._write(path, lambda content: write_checkpoint(path + SUFFIX, content), is_async=is_async)
         return path
 
-    def read(self, save_path: _Path | None, options: None = None) -> CheckpointLoadStatus:
+    def read(self, save_path: _Path | None, options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
         """Restore what ``write`` wrote: as ``restore``, but without a change of ``save_counter``.
 
         Args:
             save_path: what ``write`` returned; ``None`` restores nothing.
-            options: only ``None``: there are none.
+            options: have no meaning here.
 
         Returns:
             A status, as ``restore`` returns it.
@@ -170,10 +181,10 @@ class Checkpoint:
             InvalidArgumentError: a dtype differs.
             RuntimeError: called in replica context, or another process could not restore.
         """
-        check_options(options)
+        takes_async(options)
         return self._read("read", save_path)[0]
 
-    def restore(self, save_path: _Path | None, options: None = None) -> CheckpointLoadStatus:
+    def restore(self, save_path: _Path | None, options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
         """Give the objects the values that a checkpoint holds for their names.
 
         Everything is checked first, on all processes: an error leaves every object as it was. Values that the
@@ -183,7 +194,7 @@ class Checkpoint:
 
         Args:
             save_path: what ``save`` or ``latest_checkpoint`` returned; ``None`` restores nothing.
-            options: only ``None``: there are none.
+            options: have no meaning here.
 
         Returns:
             A status with ``assert_consumed()``, ``assert_existing_objects_matched()``,
@@ -197,7 +208,7 @@ class Checkpoint:
             InvalidArgumentError: a dtype differs.
             RuntimeError: called in replica context, or another process could not restore.
         """
-        check_options(options)
+        takes_async(options)
         return self._restore(save_path)
 
     def _restore(self, save_path: _Path | None, *, must_match: bool = False) -> CheckpointLoadStatus:
@@ -217,6 +228,7 @@ class Checkpoint:
         path = os.fspath(save_path)
         tracked = self._track()
         strategy = _strategy_of(tracked)
+        self._finish(strategy)
         content: dict[str, Any] = {}
         plans: dict[str, Plan] = {}
         error: Exception | None = None
@@ -249,21 +261,52 @@ class Checkpoint:
         """Return the strategy that made the objects, else the current one."""
         return _strategy_of(self._track())
 
-    def _save_as(self, path: str, index: Index) -> None:
-        """Count a save, write it and make it the latest of its directory, as ``publish`` does."""
+    def sync(self) -> None:
+        """Wait until the last asynchronous save is complete. With several processes, all must call it.
+
+        Raises:
+            RuntimeError: it could not be written, on whatever process.
+        """
+        self._finish(_strategy_of(self._track()))
+
+    def _finish(self, strategy: Any) -> None:
+        """Wait for an asynchronous save, and raise on all processes if it failed."""
+        if self._pending is None:
+            return
+        (path, undo), self._pending = self._pending, None
+        failure, is_told = self._background.finish()
+        is_written = False
+        try:
+            is_written = agree_on_write(strategy, path, failure, is_told=is_told)
+        finally:
+            if not is_written:
+                undo()
+
+    def _save_as(
+        self, path: str, index: Index, *, is_async: bool = False, undo: Callable[[], None] = lambda: None
+    ) -> None:
+        """Count a save, write it and make it the latest of its directory, as ``publish`` does.
+
+        Args:
+            path: the checkpoint.
+            index: what the directory's index says then.
+            is_async: whether a thread writes it.
+            undo: called if that fails later.
+        """
         directory, name = os.path.split(path)
         fence = self._fence(directory)
+
+        def uncount() -> None:
+            self._save_counter -= 1
+            undo()
+
+        def put(content: dict[str, Any]) -> None:
+            publish(fence, name, lambda file, about, check: write_checkpoint(file, content, about, check), index)
+
+        self._finish(self._strategy())
         self._save_counter += 1
         try:
-            self._write(
-                path,
-                lambda content: publish(
-                    fence,
-                    name,
-                    lambda file, about, check: write_checkpoint(file, content, about, check),
-                    index,
-                ),
-            )
+            self._write(path, put, is_async=is_async, undo=uncount)
         except BaseException:
             self._save_counter -= 1
             raise
@@ -311,25 +354,37 @@ class Checkpoint:
     def _track(self) -> dict[str, Tracked]:
         return _track_all(dict(_walk("", self)))
 
-    def _write(self, path: str, put: Callable[[dict[str, Any]], Any]) -> None:
-        """Capture all objects and let the chief ``put`` them into a file."""
+    def _write(
+        self,
+        path: str,
+        put: Callable[[dict[str, Any]], Any],
+        *,
+        is_async: bool = False,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Capture all objects and let the chief ``put`` them into a file, or a thread of the chief."""
         _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
         strategy = _strategy_of(tracked)
+        self._finish(strategy)
         strategy._before_capture()
         # What needs all processes comes first: after it they write one after another, and report what went wrong.
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
 
-        def write() -> None:
+        def capture() -> dict[str, Any]:
             with spilled_to(os.path.dirname(path)):
                 for name, item in tracked.items():
                     if name not in states:
                         states[name] = item.capture(strategy)
             objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
             # A program that numbers its checkpoints itself has no counter to store.
-            put({"save_counter": self._save_counter or None, "objects": objects})
+            return {"save_counter": self._save_counter or None, "objects": objects}
 
-        write_together(strategy, path, write)
+        if is_async:
+            begin_together(strategy, path, lambda: self._background.start(path, capture(), put))
+            self._pending = (path, undo)
+        else:
+            write_together(strategy, path, lambda: put(capture()))
 
 
 def _walk(name: str, value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -371,10 +426,17 @@ def _still_waiting(sources: list[tuple[Restoration, str]]) -> list[tuple[Restora
     return list({(id(r), prefix): (r, prefix) for r, prefix in sources if r.waits_under(prefix)}.values())
 
 
-def check_options(options: object) -> None:
-    """Raise unless there are no options: tf's have no meaning here."""
-    if options is not None:
-        raise ValueError(f"There are no options for checkpoints; pass options=None. Received: {options!r}")
+def takes_async(options: CheckpointOptions | None) -> bool:
+    """Return whether options ask for an asynchronous save.
+
+    Raises:
+        ValueError: they are something else than options.
+    """
+    if options is None:
+        return False
+    if not isinstance(options, CheckpointOptions):
+        raise ValueError(f"options must be None or ts.train.CheckpointOptions(...). Received: {options!r}")
+    return options.enable_async
 
 
 def _require_cross_replica(what: str) -> None:

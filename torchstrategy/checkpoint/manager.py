@@ -10,7 +10,8 @@ from typing import Any
 from torchstrategy import errors
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import DamagedError
-from torchstrategy.checkpoint.checkpoint import Checkpoint, check_options
+from torchstrategy.checkpoint.background import CheckpointOptions
+from torchstrategy.checkpoint.checkpoint import Checkpoint, takes_async
 from torchstrategy.checkpoint.directory import Index, read_index
 from torchstrategy.checkpoint.storage import delete_leftovers
 
@@ -125,14 +126,14 @@ class CheckpointManager:
         self,
         checkpoint_number: int | None = None,
         check_interval: bool = True,  # noqa: FBT001, FBT002 - tf's
-        options: None = None,
+        options: CheckpointOptions | None = None,
     ) -> str | None:
         """Save a checkpoint and delete those that are too many.
 
         Args:
             checkpoint_number: its number, anything that ``int()`` reads; ``None`` goes on counting.
             check_interval: ``False`` saves even if fewer than ``checkpoint_interval`` steps were made.
-            options: only ``None``: there are none.
+            options: ``ts.train.CheckpointOptions(enable_async=True)`` lets training go on while a thread writes.
 
         Returns:
             The path to give to ``Checkpoint.restore``; ``None`` if it is too early to save.
@@ -141,10 +142,11 @@ class CheckpointManager:
             RuntimeError: called in replica context, or another process could not write.
             OSError: the file can't be written. Earlier checkpoints are unchanged.
         """
-        check_options(options)
+        is_async = takes_async(options)
         step = None if self._interval is None else int(self._step_counter)
         if check_interval and self._is_too_early(step):
             return None
+        self._checkpoint.sync()
         number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
         name = f"{self._name}-{number}"
         times = {n: t for n, t in self._times.items() if n != name} | {name: time.time()}
@@ -152,9 +154,23 @@ class CheckpointManager:
         kept = {n: t for n, t in times.items() if n not in deleted and n not in preserved}
         last_preserved = max([self._last_preserved, *(times[n] for n in preserved)])
 
-        self._checkpoint._save_as(self._path(name), Index(kept, last_preserved, superfluous=tuple(deleted)))
+        before = self._times, self._last_preserved, self._last_step
+
+        def undo() -> None:
+            self._times, self._last_preserved, self._last_step = before
+
+        index = Index(kept, last_preserved, superfluous=tuple(deleted))
+        self._checkpoint._save_as(self._path(name), index, is_async=is_async, undo=undo)
         self._times, self._last_preserved, self._last_step = kept, last_preserved, step
         return self._path(name)
+
+    def sync(self) -> None:
+        """Wait until the last asynchronous save is complete. With several processes, all must call it.
+
+        Raises:
+            RuntimeError: it could not be written; it is no checkpoint of this manager any more.
+        """
+        self._checkpoint.sync()
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint; if there is none, call ``init_fn``.
@@ -170,6 +186,7 @@ class CheckpointManager:
             ValueError: the checkpoint does not fit the objects, or has none of their names.
             RuntimeError: the processes see different checkpoints.
         """
+        self.sync()
         self._look()
         if self._checkpoint._strategy().is_chief:
             delete_leftovers(self._directory)  # also if there is nothing to restore

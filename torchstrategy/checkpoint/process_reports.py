@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from torchstrategy import errors
 from torchstrategy.checkpoint.archive import DamagedError
+from torchstrategy.checkpoint.storage import absolute
 
-__all__ = ["agree_on_restore", "write_together"]
+__all__ = ["agree_on_restore", "agree_on_write", "begin_together", "write_together"]
 
 
 def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
@@ -21,7 +22,7 @@ def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
     if strategy.workers is None:
         write()
         return
-    place = os.path.abspath(path)
+    place = absolute(path)
     operation = f"writing of checkpoint {os.path.basename(path)}"
     failure = _failure_of(write) if strategy.is_chief else None
     reports = strategy.workers.exchange(operation, [place, _describe(failure)])
@@ -31,6 +32,48 @@ def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
         strategy._take_up_new()  # before the first run the others' initial values are still their own
         failure = _failure_of(write) if place != place_of_chief else None
         _raise_first(strategy.workers.exchange(operation, [place, _describe(failure)]), failure)
+
+
+def begin_together(strategy: Any, path: str, begin: Callable[[], None]) -> None:
+    """Let the chief, and each process that was given a path of its own, begin to write a checkpoint.
+
+    Raises:
+        RuntimeError: a process could not; every process raises it.
+    """
+    if strategy.workers is None:
+        begin()
+        return
+    place = absolute(path)
+    places = strategy.workers.exchange(f"places of checkpoint {os.path.basename(path)}", place)
+    if any(other != places[0] for other in places):
+        strategy._take_up_new()  # before the first run the others' initial values are still their own
+    failure = _failure_of(begin) if strategy.is_chief or place != places[0] else None
+    agree_on_write(strategy, path, failure)
+
+
+def agree_on_write(strategy: Any, path: str, failure: BaseException | None, *, is_told: bool = False) -> bool:
+    """Raise on every process if one of them could not write a checkpoint.
+
+    Args:
+        strategy: the strategy.
+        path: the checkpoint.
+        failure: what went wrong here.
+        is_told: whether that was raised already.
+
+    Returns:
+        Whether it was written.
+
+    Raises:
+        RuntimeError: it was not, and that was not raised already.
+    """
+    if strategy.workers is None:
+        if failure is not None and not is_told:
+            raise failure
+        return failure is None
+    report = [absolute(path), None if is_told else _describe(failure), failure is None]
+    reports = strategy.workers.exchange(f"writing of checkpoint {os.path.basename(path)}", report)
+    _raise_first([(place, text) for place, text, _ in reports], failure)
+    return all(is_written for _, _, is_written in reports)
 
 
 def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
@@ -69,11 +112,11 @@ def _failure_of(write: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _raise_first(reports: list[Any], own: Exception | None) -> None:
+def _raise_first(reports: list[Any], own: BaseException | None) -> None:
     for rank, (place, report) in enumerate(reports):
         if report is not None:
             raise RuntimeError(f"Rank {rank} could not write the checkpoint {place}: {report}") from own
 
 
-def _describe(error: Exception | None) -> str | None:
+def _describe(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"

@@ -29,6 +29,7 @@ except ImportError:  # without locks, what killed processes leave is not found
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
+    "absolute",
     "delete_file",
     "delete_leftovers",
     "is_directory",
@@ -163,6 +164,11 @@ def delete_file(path: str) -> None:
         system.rm_file(place)
     else:
         os.unlink(path)
+
+
+def absolute(path: str) -> str:
+    """Return a path that means the same in every folder."""
+    return path if _is_remote(path) else os.path.abspath(path)
 
 
 def _is_remote(path: str) -> bool:

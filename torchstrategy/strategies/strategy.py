@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.base import tree
-from torchstrategy.base.context import Frame, current_frame, current_replica_context
+from torchstrategy.base.context import Frame, current_frame, current_replica_context, raise_failures
 from torchstrategy.base.devices import Placement, tensor_device
 from torchstrategy.base.log import add_note, info_once, set_rank, show_info
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
@@ -19,6 +19,7 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllRe
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, gather, gather_sizes
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
+from torchstrategy.data.distributed_dataset import DistributedDataset
 from torchstrategy.data.numpy import make_numpy_dataset
 from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, UnavailableError
@@ -184,6 +185,7 @@ class Strategy:
             )
         if options is not None:
             self._check_options(options)
+        raise_failures()
         self._take_up_new()
         return self._run_replicas(fn, tuple(args), {} if kwargs is None else dict(kwargs))
 
@@ -318,7 +320,9 @@ class Strategy:
             >>> strategy.experimental_local_results(next(iter(dataset)))
             (tensor([0, 1]), tensor([2]))
         """
-        return distribute_dataset(dataset, self.placement, self.workers, options, batch_size, auto_shard_policy)
+        return self._owning(
+            distribute_dataset(dataset, self.placement, self.workers, options, batch_size, auto_shard_policy)
+        )
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -344,9 +348,14 @@ class Strategy:
             >>> strategy.experimental_local_results(next(iter(dataset)))
             (tensor([0, 1]), tensor([2, 3]))
         """
-        return distribute_from_function(dataset_fn, self.placement, self.workers, options)
+        return self._owning(distribute_from_function(dataset_fn, self.placement, self.workers, options))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def _owning(self, dataset: DistributedDataset) -> DistributedDataset:
+        """Note whose a dataset is: a checkpoint with nothing else in it is saved by the strategy's chief."""
+        self.record.own(dataset)
+        return dataset
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Make a distributed value from one call of a function for each replica of this process.

@@ -92,14 +92,14 @@ def file_fault(
         >>> import tempfile
         >>> from torchstrategy.testing.faults import file_fault
         >>> checkpoint = ts.train.Checkpoint(step=torch.tensor(1))
-        >>> with tempfile.TemporaryDirectory() as folder, file_fault("full", at=3, folder=folder) as calls:
+        >>> with tempfile.TemporaryDirectory() as folder, file_fault("full", at=2, folder=folder) as calls:
         ...     try:
         ...         checkpoint.save(f"{folder}/ckpt")
         ...     except OSError as error:
         ...         print(error.strerror)
-        ...     calls[:3], ts.train.latest_checkpoint(folder)
+        ...     calls[:2], ts.train.latest_checkpoint(folder)
         No space left on device
-        (['open', 'write', 'fsync'], None)
+        (['open', 'write'], None)
     """
     faults = _FileFaults(kind, at, os.path.realpath(os.fspath(folder)))
     saved = [(module, name, getattr(module, name)) for module, name in _CHANGING if hasattr(module, name)]
