@@ -26,6 +26,7 @@ from torchstrategy.checkpoint.storage import is_directory, is_file, local_copy, 
 __all__ = [
     "FORMAT",
     "SUFFIX",
+    "VERSION",
     "WEIGHTS",
     "DamagedError",
     "check_version",
@@ -46,7 +47,7 @@ FORMAT = "torchstrategy.checkpoint"
 #: What the seal of a ``state_dict`` says that is in the file, which can be restored as a checkpoint's ``model``.
 WEIGHTS = "weights"
 #: Version 1 had no seal, and relied on the checksums of zip files, which torch can be told to leave out.
-_VERSION = 2
+VERSION = 2
 
 
 class DamagedError(errors.DataLossError):
@@ -67,7 +68,7 @@ def write_checkpoint(
     Raises:
         OSError: the file can't be written; what was there before is unchanged.
     """
-    write_archive(path, {"format": FORMAT, "version": _VERSION, **content}, about, check)
+    write_archive(path, {"format": FORMAT, "version": VERSION, **content}, about, check)
 
 
 def read_checkpoint(path: str, *, mapped: bool = False) -> dict[str, Any]:
@@ -86,10 +87,10 @@ def read_checkpoint(path: str, *, mapped: bool = False) -> dict[str, Any]:
         objects = {"model": {"kind": "module", "state": content}}
         if "iterations" in seal:
             objects["iterations"] = {"kind": "tensor", "state": torch.tensor(seal["iterations"])}
-        return {"format": FORMAT, "version": _VERSION, "save_counter": None, "objects": objects}
+        return {"format": FORMAT, "version": VERSION, "save_counter": None, "objects": objects}
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise errors.DataLossError(f"{path} was not written by ts.train.Checkpoint. {_REMEDY}")
-    check_version(path, content, _VERSION)
+    check_version(path, content, VERSION)
     if content["version"] > 1 and seal is None:
         raise DamagedError(f"{path} is damaged: its seal is missing, the comment at its end. {_REMEDY}")
     return content

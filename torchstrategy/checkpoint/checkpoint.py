@@ -267,7 +267,8 @@ class Checkpoint:
         Raises:
             RuntimeError: it could not be written, on whatever process.
         """
-        self._finish(_strategy_of(self._track()))
+        if self._pending is not None:
+            self._finish(self._strategy())
 
     def _finish(self, strategy: Any) -> None:
         """Wait for an asynchronous save, and raise on all processes if it failed."""
@@ -303,7 +304,7 @@ class Checkpoint:
         def put(content: dict[str, Any]) -> None:
             publish(fence, name, lambda file, about, check: write_checkpoint(file, content, about, check), index)
 
-        self._finish(self._strategy())
+        self.sync()
         self._save_counter += 1
         try:
             self._write(path, put, is_async=is_async, undo=uncount)

@@ -1,0 +1,122 @@
+"""Checkpoints in a store that fsspec finds: one in memory, with and without renaming, and in folders by ``file://``."""
+
+import os
+import uuid
+from typing import ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import torchstrategy as ts
+from torchstrategy.errors import DataLossError, FailedPreconditionError, NotFoundError
+
+
+class Renaming(MemoryFileSystem):
+    """A store that shows files while they are written, so that they need another name until they are complete."""
+
+    protocol = "renaming"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+
+
+fsspec.register_implementation("renaming", Renaming, clobber=True)
+
+
+@pytest.fixture(params=["memory", "renaming", "file"])
+def folder(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/run"
+    return f"{request.param}://{uuid.uuid4().hex}/run"
+
+
+def names(folder):
+    system, place = fsspec.core.url_to_fs(folder)
+    return sorted(os.path.basename(path) for path in system.ls(place, detail=False))
+
+
+def start(folder):
+    step = torch.tensor(0)
+    return step, ts.train.CheckpointManager(ts.train.Checkpoint(step=step), folder, 2)
+
+
+def test_manager(folder):
+    step, manager = start(folder)
+    assert manager.restore_or_initialize() is None
+    for number in (1, 2, 3):
+        step.fill_(number)
+        manager.save()
+    assert names(folder) == ["checkpoint", "ckpt-2.pt", "ckpt-3.pt"]
+    assert ts.train.latest_checkpoint(folder) == f"{folder}/ckpt-3"
+    assert ts.train.load_variable(folder, "step") == 3
+    step, again = start(folder)
+    assert again.restore_or_initialize() == f"{folder}/ckpt-3"
+    assert step == 3
+    assert again.save(options=ts.train.CheckpointOptions(enable_async=True)) == f"{folder}/ckpt-4"
+    again.sync()
+    assert names(folder) == ["checkpoint", "ckpt-3.pt", "ckpt-4.pt"]
+
+
+def test_lost_and_damaged(folder):
+    step, manager = start(folder)
+    for number in (1, 2):
+        step.fill_(number)
+        manager.save()
+    system, place = fsspec.core.url_to_fs(folder)
+    system.rm_file(f"{place}/checkpoint")
+    content = system.cat_file(f"{place}/ckpt-2.pt")
+    system.pipe_file(f"{place}/ckpt-2.pt", content[:-30] + b"?" + content[-29:])
+    step, again = start(folder)
+    assert again.restore_or_initialize() == f"{folder}/ckpt-1"
+    with pytest.raises(DataLossError, match=r"ckpt-2\.pt is damaged"):
+        ts.train.Checkpoint(step=step).restore(f"{folder}/ckpt-2")
+    with pytest.raises(NotFoundError, match="There is no checkpoint"):
+        ts.train.Checkpoint(step=step).restore(f"{folder}/ckpt-9")
+
+
+def test_one_writer(folder, monkeypatch):
+    step, old = start(folder)
+    old.save()
+    with monkeypatch.context() as patch:
+        patch.setattr("torchstrategy.checkpoint.directory._writer", lambda: "another")
+        start(folder)[1].save()
+    with pytest.raises(FailedPreconditionError):
+        old.save()
+    assert step == 0
+
+
+def test_weights_and_models(folder):
+    model = ts.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    model.save_weights(f"{folder}/weights")
+    model.save(f"{folder}/model.pt")
+    with pytest.raises(FileExistsError):
+        model.save(f"{folder}/model.pt", overwrite=False)
+    other = ts.Model(torch.nn.Linear(2, 1))
+    other.load_weights(ts.train.latest_checkpoint(folder))
+    assert torch.equal(other.module.weight, model.module.weight)
+    loaded = ts.models.load_model(f"{folder}/model.pt", trust=True)
+    assert torch.equal(loaded.module.weight, model.module.weight)
+
+
+def test_a_failed_write_leaves_what_was_there(monkeypatch):
+    folder = f"renaming://{uuid.uuid4().hex}/run"
+    step, manager = start(folder)
+    manager.save()
+
+    def broken(*args, **kwargs):
+        raise OSError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Renaming, "mv", broken)
+        with pytest.raises(OSError, match="the line is cut"):
+            manager.save()
+    assert names(folder) == ["checkpoint", "ckpt-1.pt"]
+    assert manager.checkpoints == [f"{folder}/ckpt-1"]
+    assert step == 0
+
+
+def test_unknown_scheme():
+    with pytest.raises(ValueError, match="Install what fsspec needs for this scheme"):
+        ts.train.latest_checkpoint("nosuch://bucket/run")
