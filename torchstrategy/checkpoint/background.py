@@ -17,7 +17,7 @@ from torchstrategy.base import context
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import named_tensors
 
-__all__ = ["Background", "CheckpointOptions"]
+__all__ = ["Background", "CheckpointOptions", "takes_async"]
 
 
 class CheckpointOptions(NamedTuple):
@@ -42,6 +42,19 @@ class CheckpointOptions(NamedTuple):
     """
 
     enable_async: bool = False
+
+
+def takes_async(options: CheckpointOptions | None) -> bool:
+    """Return whether options ask for an asynchronous save.
+
+    Raises:
+        ValueError: they are something else than options.
+    """
+    if options is None:
+        return False
+    if not isinstance(options, CheckpointOptions):
+        raise ValueError(f"options must be None or ts.train.CheckpointOptions(...). Received: {options!r}")
+    return options.enable_async
 
 
 class Background:
@@ -70,10 +83,15 @@ class Background:
         """Wait until the write is done; return what went wrong, and whether ``run`` has raised it."""
         write, self._write = self._write, None
         failure, is_told = (None, False) if write is None else write.finish()
-        if failure is not None and self._threads is not None:
-            self._threads.shutdown()  # else a traceback that somebody keeps would keep the thread
-            self._threads = None
+        if failure is not None:
+            self.release()  # else a traceback that somebody keeps would keep the thread
         return failure, is_told
+
+    def release(self) -> None:
+        """End the thread, which the next write makes anew; none is under way."""
+        if self._threads is not None and self._pid == os.getpid():
+            self._threads.shutdown()
+        self._threads = None
 
     def _copied(self, content: dict[str, Any]) -> dict[str, Any]:
         """Return values in memory of their own; what shares memory does so in the copy."""

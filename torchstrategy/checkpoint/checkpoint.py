@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torchstrategy.base.context import current_replica_context, get_strategy
+from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint
-from torchstrategy.checkpoint.background import Background, CheckpointOptions
+from torchstrategy.checkpoint.background import Background, CheckpointOptions, takes_async
 from torchstrategy.checkpoint.directory import Fence, Index, publish
-from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.objects import strategy_of, track_all
 from torchstrategy.checkpoint.process_reports import (
     agree_on_restore,
     agree_on_write,
@@ -30,15 +30,14 @@ from torchstrategy.checkpoint.restoration import (
     join,
 )
 from torchstrategy.checkpoint.storage import delete_leftovers, spilled_to
-from torchstrategy.checkpoint.tracked import Plan, Tracked
-from torchstrategy.replicas.record import owner
+from torchstrategy.checkpoint.tracked import Group, Plan, Tracked, walk
 
-__all__ = ["Checkpoint", "takes_async"]
+__all__ = ["Checkpoint"]
 
 _Path = str | os.PathLike[str]
 
 
-class Checkpoint:
+class Checkpoint(Group):
     """A group of named objects that are saved to and restored from one file.
 
     Objects may be modules, optimizers, learning-rate schedulers, gradient scalers, torchmetrics metrics, variables,
@@ -79,7 +78,6 @@ class Checkpoint:
         >>> folder.cleanup()
     """
 
-    _objects: dict[str, Any]
     _save_counter: int
     _restorations: list[tuple[Restoration, str]]  # with values that may wait for this checkpoint's objects; its path
     _fences: dict[str, Fence]  # of the directories that were read or written
@@ -227,7 +225,7 @@ class Checkpoint:
             return InitializationOnlyStatus(), None
         path = os.fspath(save_path)
         tracked = self._track()
-        strategy = _strategy_of(tracked)
+        strategy = strategy_of(tracked)
         self._finish(strategy)
         content: dict[str, Any] = {}
         plans: dict[str, Plan] = {}
@@ -245,13 +243,12 @@ class Checkpoint:
         agree_on_restore(strategy, path, error)
         for name, plan in plans.items():
             restoration.give(name, tracked[name], plan)
-        for prefix, item in _walk("", self):
+        for prefix, item in walk("", self):
             if isinstance(item, Checkpoint):
                 item._await(restoration, prefix)
-        directory = os.path.dirname(path)
-        self._fence(directory).renew()
+        self._fence(os.path.dirname(path)).renew()
         if strategy.is_chief:
-            delete_leftovers(directory)
+            delete_leftovers(os.path.dirname(path))
         status = CheckpointLoadStatus(restoration, self._track)
         if status.missing and not status.matched:
             logger.warning("Nothing in the checkpoint %s matches an object: %r", path, status)
@@ -259,7 +256,7 @@ class Checkpoint:
 
     def _strategy(self) -> Any:
         """Return the strategy that made the objects, else the current one."""
-        return _strategy_of(self._track())
+        return strategy_of(self._track())
 
     def sync(self) -> None:
         """Wait until the last asynchronous save is complete. With several processes, all must call it.
@@ -269,6 +266,7 @@ class Checkpoint:
         """
         if self._pending is not None:
             self._finish(self._strategy())
+        self._background.release()
 
     def _finish(self, strategy: Any) -> None:
         """Wait for an asynchronous save, and raise on all processes if it failed."""
@@ -304,7 +302,8 @@ class Checkpoint:
         def put(content: dict[str, Any]) -> None:
             publish(fence, name, lambda file, about, check: write_checkpoint(file, content, about, check), index)
 
-        self.sync()
+        if self._pending is not None:
+            self._finish(self._strategy())
         self._save_counter += 1
         try:
             self._write(path, put, is_async=is_async, undo=uncount)
@@ -322,12 +321,12 @@ class Checkpoint:
         """Add an object, or a structure of objects, and give it the values that wait for it."""
         if hasattr(type(self), name) or name.startswith("_"):
             raise ValueError(f"{name!r} can't be the name of an object in a checkpoint. Choose another name.")
-        items = dict(_walk(name, value, parents=(self,)))
-        tracked = _track_all(items)
+        items = dict(walk(name, value, parents=(self,)))
+        tracked = track_all(items)
         sources = [(item, *source) for path, item in tracked.items() if (source := self._waiting_for(path)) is not None]
         if sources:
             _require_cross_replica(f"The object {name!r}, for which restored values wait, was attached")
-            strategy = _strategy_of({**self._track(), **tracked})
+            strategy = strategy_of({**self._track(), **tracked})
             plans = [restoration.plan(saved_name, item, strategy) for item, restoration, saved_name in sources]
             for (item, restoration, saved_name), plan in zip(sources, plans, strict=True):
                 restoration.give(saved_name, item, plan)
@@ -353,7 +352,7 @@ class Checkpoint:
         self._restorations = _still_waiting(sources)
 
     def _track(self) -> dict[str, Tracked]:
-        return _track_all(dict(_walk("", self)))
+        return track_all(dict(walk("", self)))
 
     def _write(
         self,
@@ -366,7 +365,7 @@ class Checkpoint:
         """Capture all objects and let the chief ``put`` them into a file, or a thread of the chief."""
         _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
-        strategy = _strategy_of(tracked)
+        strategy = strategy_of(tracked)
         self._finish(strategy)
         strategy._before_capture()
         # What needs all processes comes first: after it they write one after another, and report what went wrong.
@@ -388,56 +387,9 @@ class Checkpoint:
             write_together(strategy, path, lambda: put(capture()))
 
 
-def _walk(name: str, value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the objects and the checkpoints in a structure with their paths.
-
-    Raises:
-        ValueError: a key is no name, or something contains itself.
-    """
-    if isinstance(value, Checkpoint):
-        yield name, value
-        children: Mapping[Any, Any] = value._objects
-    elif type(value) is dict:
-        children = value
-    elif type(value) in (list, tuple):
-        children = {str(i): item for i, item in enumerate(value)}
-    else:
-        yield name, value
-        return
-    if any(value is parent for parent in parents):
-        raise ValueError(f"A checkpoint can't contain itself. Received: {name!r}, which is a part of itself.")
-    for key, item in children.items():
-        if not isinstance(key, str) or "/" in key or not key:
-            raise ValueError(f"The keys of {name!r} in a checkpoint must be names without '/'. Received: {key!r}")
-        yield from _walk(join(name, key), item, (*parents, value))
-
-
-def _track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
-    return {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Checkpoint)}
-
-
-def _strategy_of(tracked: Mapping[str, Tracked]) -> Any:
-    """Return the strategy that made the objects, else the current one."""
-    owners = (owner(item.obj) for item in tracked.values())
-    return next((strategy for strategy in owners if strategy is not None), None) or get_strategy()
-
-
 def _still_waiting(sources: list[tuple[Restoration, str]]) -> list[tuple[Restoration, str]]:
     """Return those with values that wait, each once."""
     return list({(id(r), prefix): (r, prefix) for r, prefix in sources if r.waits_under(prefix)}.values())
-
-
-def takes_async(options: CheckpointOptions | None) -> bool:
-    """Return whether options ask for an asynchronous save.
-
-    Raises:
-        ValueError: they are something else than options.
-    """
-    if options is None:
-        return False
-    if not isinstance(options, CheckpointOptions):
-        raise ValueError(f"options must be None or ts.train.CheckpointOptions(...). Received: {options!r}")
-    return options.enable_async
 
 
 def _require_cross_replica(what: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from torchstrategy import errors
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import DamagedError
-from torchstrategy.checkpoint.background import CheckpointOptions
-from torchstrategy.checkpoint.checkpoint import Checkpoint, takes_async
+from torchstrategy.checkpoint.background import CheckpointOptions, takes_async
+from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.directory import Index, read_index
 from torchstrategy.checkpoint.storage import delete_leftovers
 
@@ -146,7 +146,8 @@ class CheckpointManager:
         step = None if self._interval is None else int(self._step_counter)
         if check_interval and self._is_too_early(step):
             return None
-        self._checkpoint.sync()
+        if self._checkpoint._pending is not None:
+            self._checkpoint._finish(self._checkpoint._strategy())  # which may take one away from those that count
         number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
         name = f"{self._name}-{number}"
         times = {n: t for n, t in self._times.items() if n != name} | {name: time.time()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchstrategy.base.context import get_strategy
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.tracked import (
+    Group,
     Plan,
     Tracked,
     TrackedTensor,
@@ -28,9 +31,10 @@ from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
 from torchstrategy.replicas.mirrored import bodies, opened
 from torchstrategy.replicas.on_read import SyncOnReadVariable
+from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["align_before_step", "align_state", "is_dense", "track_object"]
+__all__ = ["align_before_step", "align_state", "is_dense", "strategy_of", "track_all", "track_object"]
 
 
 def align_state(optimizer: Optimizer) -> None:
@@ -297,6 +301,17 @@ def track_object(name: str, obj: Any) -> Tracked:
         "metric, a variable, a generator, a tensor, anything with state_dict and load_state_dict, or a dict, list or "
         "tuple of these. Wrap a number: torch.tensor(0)."
     )
+
+
+def track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
+    """Return what saves and restores each object of a structure."""
+    return {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
+
+
+def strategy_of(tracked: Mapping[str, Tracked]) -> Any:
+    """Return the strategy that made the objects, else the current one."""
+    owners = (owner(item.obj) for item in tracked.values())
+    return next((strategy for strategy in owners if strategy is not None), None) or get_strategy()
 
 
 def _check_metric(name: str, saved: dict[str, Any], metric: Any) -> None:

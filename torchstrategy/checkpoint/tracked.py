@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,17 @@ from torchstrategy.base.options import VariableAggregation
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 
-__all__ = ["Plan", "Tracked", "TrackedTensor", "TrackedVariable", "check_tensor", "no_shape_message", "to_plain"]
+__all__ = [
+    "Group",
+    "Plan",
+    "Tracked",
+    "TrackedTensor",
+    "TrackedVariable",
+    "check_tensor",
+    "no_shape_message",
+    "to_plain",
+    "walk",
+]
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -131,6 +141,36 @@ class Tracked(ABC):
     def leaves(self) -> list[str]:
         """Return the names of the object's values."""
         return [self.name]
+
+
+class Group:
+    """Named objects that are saved together: what a ``Checkpoint`` is for those that it is a part of."""
+
+    _objects: dict[str, Any]
+
+
+def walk(name: str, value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the objects and the checkpoints in a structure with their paths.
+
+    Raises:
+        ValueError: a key is no name, or something contains itself.
+    """
+    if isinstance(value, Group):
+        yield name, value
+        children: Mapping[Any, Any] = value._objects
+    elif type(value) is dict:
+        children = value
+    elif type(value) in (list, tuple):
+        children = {str(i): item for i, item in enumerate(value)}
+    else:
+        yield name, value
+        return
+    if any(value is parent for parent in parents):
+        raise ValueError(f"A checkpoint can't contain itself. Received: {name!r}, which is a part of itself.")
+    for key, item in children.items():
+        if not isinstance(key, str) or "/" in key or not key:
+            raise ValueError(f"The keys of {name!r} in a checkpoint must be names without '/'. Received: {key!r}")
+        yield from walk(f"{name}/{key}" if name else key, item, (*parents, value))
 
 
 class TrackedTensor(Tracked):
