@@ -1,6 +1,6 @@
-"""Training that outlives the loss of a process: all start again, and go on. Commands: conf/fault_tolerant.yaml.
+"""Training that outlives the loss of a process: all start again, and go on, to the same weights bit for bit.
 
-It ends with the weights of a run that lost none, bit for bit on the same replicas.
+Commands: conf/fault_tolerant.yaml.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main(config: DictConfig) -> None:
     torch.set_default_dtype(getattr(torch, config.dtype))  # of the data and the weights
     strategy = instantiate(config.strategy, _convert_="all")
     say = tqdm.write if strategy.is_chief else lambda _: None
+    hidden = not strategy.is_chief or None  # None hides the bar where stderr is no terminal
 
     # The order of the examples has a generator of its own, which dropout does not move.
     order = torch.Generator().manual_seed(config.seed)
@@ -46,8 +47,8 @@ def main(config: DictConfig) -> None:
         optimizer = instantiate(config.optimizer, _convert_="all")(model.parameters())
         warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / config.warmup_steps))
         loss, accuracy = ts.metrics.Mean(), ts.metrics.SparseCategoricalAccuracy()
-        epochs, steps = (ts.Variable(0, trainable=False, name=name) for name in ("epochs", "steps"))
-    state = {"model": model, "optimizer": optimizer, "warm_up": warm_up, "loss": loss, "epochs": epochs, "steps": steps}
+        epochs = ts.Variable(0, trainable=False, name="epochs")
+    state = {"model": model, "optimizer": optimizer, "warm_up": warm_up, "loss": loss, "epochs": epochs}
     checkpoint = ts.train.Checkpoint(dataset=batches, **state)
     manager = ts.train.CheckpointManager(checkpoint, folder / "checkpoints", max_to_keep=2)
 
@@ -65,25 +66,25 @@ def main(config: DictConfig) -> None:
 
     def begin_random_numbers() -> None:
         # Each replica draws its own from here: no state of a generator needs to be saved.
-        ts.utils.set_random_seed(config.seed + 1 + int(steps))
+        ts.utils.set_random_seed(config.seed + 1 + handler.total_run_calls)
 
     def save() -> None:
         manager.save()
         begin_random_numbers()
 
-    if restored := manager.restore_or_initialize():
+    # Restores the latest checkpoint. When a process gets SIGTERM, all save after the same step, and end.
+    handler = ts.experimental.PreemptionCheckpointHandler(None, manager)
+    if restored := manager.latest_checkpoint:
         begin_random_numbers()
-        say(f"Going on with epoch {int(epochs) + 1} after step {int(steps)}: {folder} was there already.")
-    hidden = not strategy.is_chief or None  # None hides the bar where stderr is no terminal
+        say(f"Going on with epoch {int(epochs) + 1} after step {handler.total_run_calls}: {folder} was there already.")
     while int(epochs) < config.epochs:
-        title, num_done = f"Epoch {int(epochs) + 1}", int(steps) % len(loader)
+        title, num_done = f"Epoch {int(epochs) + 1}", handler.total_run_calls % len(loader)
         model.train()
         for batch in tqdm(batches, title, len(loader), initial=num_done, leave=False, disable=hidden):
-            strategy.run(train_step, args=batch)
-            steps.assign_add(1)
-            if int(steps) % config.save_every == 0:
+            handler.run(strategy.run, train_step, args=batch)
+            if handler.total_run_calls % config.save_every == 0:
                 save()
-            kill_if_asked_to(config.kill, int(steps), restored)
+            kill_if_asked_to(config.kill, handler.total_run_calls, restored)
         model.eval()
         for batch in test_batches:
             strategy.run(test_step, args=batch)
@@ -92,7 +93,7 @@ def main(config: DictConfig) -> None:
         accuracy.reset_state()
         epochs.assign_add(1)
         save()
-    say(f"Trained for {config.epochs} epochs, {int(steps)} steps. The same folder goes on from here: {folder}")
+    say(f"Trained for {config.epochs} epochs, {handler.total_run_calls} steps. The same folder goes on: {folder}")
 
 
 def kill_if_asked_to(kill: DictConfig, step: int, restored: str | None) -> None:

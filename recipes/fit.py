@@ -60,9 +60,9 @@ def main(config: DictConfig) -> None:
             ts.callbacks.LearningRateScheduler(rate_of),
             ts.callbacks.TensorBoard(folder / "logs", profile_batch=config.profile_batches),
             ts.callbacks.CSVLogger(folder / "history.csv"),
-            ts.callbacks.ModelCheckpoint(best, monitor="val_accuracy", save_best_only=True, save_weights_only=True),
-            # A start after a crash, with the same folder, goes on where the last one ended.
-            ts.callbacks.BackupAndRestore(folder / "backup", save_freq=config.save_every),
+            ts.callbacks.ModelCheckpoint(best, monitor="val_accuracy", save_best_only=True),
+            # A start after a crash or SIGTERM, with the same folder, goes on where the last one ended.
+            ts.callbacks.BackupAndRestore(folder / "backup", config.save_every, save_before_preemption=True),
         ],
     )
     model.save(folder / "model.pt")

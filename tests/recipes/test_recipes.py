@@ -23,7 +23,7 @@ SHORT = {
     "compare": (["compare=[default,mirrored_3]"], r"^mirrored_3 +3( +\d\.\d+){4} +\d\.\de-1\d +[\d.]+$"),
     "custom_loop": (["epochs=1"], r"^Test accuracy of the saved model, restored without a strategy: 0\.\d{4}; files: "),
     "estimator": (["max_steps=8", "save_every=4"], r"^Accuracy of the exported program: 0\.\d{4}; files: "),
-    "fault_tolerant": (["epochs=1"], r"^Trained for 1 epochs, \d+ steps\. The same folder goes on from here: "),
+    "fault_tolerant": (["epochs=1"], r"^Trained for 1 epochs, \d+ steps\. The same folder goes on: "),
     "fit": (["epochs=1"], r"^Files: "),
     "gan": (["epochs=1", "width=8"], r"^Files, for TensorBoard: "),
     "parameter_server": (["epochs=1"], r"^Trained for 1 epochs\. The same folder goes on from here: "),

@@ -43,6 +43,7 @@ from torchstrategy.estimator.stopping_hooks import FinalOpsHook as FinalOpsHook
 from torchstrategy.estimator.stopping_hooks import GlobalStepWaiterHook as GlobalStepWaiterHook
 from torchstrategy.estimator.stopping_hooks import NanLossDuringTrainingError as NanLossDuringTrainingError
 from torchstrategy.estimator.stopping_hooks import NanTensorHook as NanTensorHook
+from torchstrategy.estimator.stopping_hooks import PreemptionHook as PreemptionHook
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook as StopAtStepHook
 from torchstrategy.estimator.summary_hooks import LoggingTensorHook as LoggingTensorHook
 from torchstrategy.estimator.summary_hooks import ProfilerHook as ProfilerHook

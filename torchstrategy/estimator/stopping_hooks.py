@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
 from torchstrategy.estimator.session_hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 
 if TYPE_CHECKING:
@@ -179,3 +180,53 @@ class GlobalStepWaiterHook(SessionRunHook):
             time.sleep(_WAIT_S)
         logger.info("Done waiting.")
         return None
+
+
+class PreemptionHook(SessionRunHook):
+    """Saves and ends the program when a process of the job is told that it will be ended; not a part of tf.
+
+    Processes that train together agree on a step, at which all save. Of asynchronous workers each ends by itself, and
+    the chief saves. The next start goes on from there.
+
+    Args:
+        termination_config: what is a notice, and what follows.
+
+    Raises:
+        RuntimeError: by the training, outside the main thread.
+
+    Example:
+        >>> hook = ts.estimator.PreemptionHook(ts.experimental.TerminationConfig(deadline=100))
+    """
+
+    def __init__(self, termination_config: TerminationConfig | None = None) -> None:
+        self._config = termination_config
+        self._stop: AgreedStop | None = None
+
+    @override
+    def after_create_session(self, session: Session, coord: Session) -> None:
+        self._stop = AgreedStop(lambda value, what: session._exchange(what, value), PreemptionWatcher(self._config))
+        self._end_if_due(session, at_once=True)
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self._end_if_due(run_context.session, at_once=False)
+
+    @override
+    def end(self, session: Session) -> None:
+        self._end_if_due(session, at_once=True)
+
+    def _end_if_due(self, session: Session, *, at_once: bool) -> None:
+        if self._stop is None or not self._stop.is_due(at_once=at_once):
+            return
+
+        def save() -> None:
+            if session.saver is not None and (session.is_chief or session.is_synchronous_group):
+                session.saver.save(session.global_step)
+
+        self._stop.save_and_end(save, f"global step {session.global_step} in {session.model_dir}")
+
+    @override
+    def _release(self) -> None:
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop.watcher.close(resend=True)

@@ -3,6 +3,8 @@
 from torchstrategy.base.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
 from torchstrategy.base.options import CommunicationImplementation as CollectiveCommunication
 from torchstrategy.base.values import ValueContext
+from torchstrategy.checkpoint.preemption import PreemptionWatcher, TerminationConfig
+from torchstrategy.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from torchstrategy.collectives.routes import register_communication
 from torchstrategy.experimental import partitioners
 from torchstrategy.ps import coordinator
@@ -22,7 +24,10 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PowerSGD",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",

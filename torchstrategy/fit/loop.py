@@ -223,7 +223,8 @@ class Loop(StepLoop):
                     done = self.run_steps(iterator, "train", callbacks, steps_per_epoch)
             if done == 0:
                 raise ValueError("fit(x=...): the data gave no batches in an epoch, so there is nothing to train on.")
-            before, logs = logs, self.read_logs()
+            # A backup may have been made while the epoch was validated.
+            before, logs = logs, self.read_logs() if position.logs is None else dict(position.logs)
             warn_of_nan(logs, epoch, before)
             if steps_per_epoch is not None and done < steps_per_epoch and not trainer.stop_training:
                 iterator = None
@@ -233,13 +234,14 @@ class Loop(StepLoop):
                     "(ts.data.Dataset.repeat()), or leave steps_per_epoch out."
                 )
             if validation is not None and validation.is_due(epoch + 1):
+                position.logs = dict(logs)
                 try:
                     numbers = self._test(validation.data, validation.steps, callbacks)
                 except Exception as error:
                     add_note(error, "Raised while fit(validation_data=...) was evaluated.")
                     raise
                 logs |= {f"val_{name}": value for name, value in numbers.items()}
-            position.epoch, position.step, position.is_at_end = epoch + 1, 0, False
+            position.epoch, position.step, position.is_at_end, position.logs = epoch + 1, 0, False, None
             callbacks.on_epoch_end(epoch, logs)
             trainer.stop_training = self._agree_to_stop()
         return logs

@@ -50,6 +50,8 @@ class FitPosition:
         self.program = {} if program is None else program
         #: Whether the epoch's last batches are done, after which its data was at its end.
         self.is_at_end = False
+        #: The logs of the epoch, while it is validated.
+        self.logs: dict[str, Any] | None = None
         #: Names of the metrics that logs show, once a step was made.
         self.shown: list[str] | None = None
         #: The callbacks of the running ``fit``, whose states belong to the position.
@@ -64,6 +66,7 @@ class FitPosition:
             "seed": self.seed,
             "program": dict(self.program),
             "is_at_end": self.is_at_end,
+            "logs": self.logs,
             "shown": self.shown,
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
         }
@@ -88,6 +91,7 @@ class FitPosition:
                 f"{'; '.join(different)}. Use the same ones, or start anew with another directory."
             )
         self.epoch, self.step, self.is_at_end = state["epoch"], state["step"], state["is_at_end"]
+        self.logs = state.get("logs")  # which backups of earlier releases lack
         self.iterations, self.seed, self.shown = state["iterations"], state["seed"], state["shown"]
         if self.callbacks is not None:
             self.callbacks.load_state_dict(state["callbacks"])

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.directory import index_path, read_index
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
 from torchstrategy.checkpoint.storage import delete_file, delete_leftovers
 from torchstrategy.fit.callbacks.callback import Callback, Logs
 from torchstrategy.fit.callbacks.model_checkpoint import check_save_freq
@@ -35,7 +34,6 @@ __all__ = ["BackupAndRestore"]
 _NAME = "backup"
 #: So that there is one if the newest is damaged.
 _NUM_KEPT = 2
-_EXIT_STATUS = 128 + signal.SIGTERM
 
 
 class BackupAndRestore(Callback):
@@ -55,9 +53,11 @@ class BackupAndRestore(Callback):
         delete_checkpoint: delete the files when ``fit`` is done. If they are kept, another run of the program
             continues after the last epoch: ``fit`` returns at once, with the complete history, or trains further epochs
             if it is asked for more.
-        save_before_preemption: when the process gets SIGTERM, finish the batch, save, and end the program with status
-            143. The random numbers begin anew then, too, so the rest differs from that of an unbroken run if it draws
-            any.
+        save_before_preemption: when a process of the job gets SIGTERM, SIGUSR1 or SIGUSR2, finish the batch (of the
+            training or of the validation) on all, save, and end the program with status 143. The random numbers begin
+            anew then, too, so the rest differs from that of an unbroken run if it draws any.
+        termination_config: what else is a notice, how long training may go on after it, when the process ends in any
+            case, and how; for ``save_before_preemption``, which it turns on.
 
     Raises:
         ValueError: ``save_freq`` is out of range, or the directory holds checkpoints of something else.
@@ -86,14 +86,17 @@ class BackupAndRestore(Callback):
         save_freq: str | int = "epoch",
         delete_checkpoint: bool = True,  # noqa: FBT001, FBT002 - tf's signature
         save_before_preemption: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+        *,
+        termination_config: TerminationConfig | None = None,
     ) -> None:
         super().__init__()
         self.backup_dir = os.fspath(backup_dir)
         self.save_freq = check_save_freq(save_freq, "BackupAndRestore")
         self.delete_checkpoint = delete_checkpoint
-        self.save_before_preemption = save_before_preemption
+        self.save_before_preemption = save_before_preemption or termination_config is not None
+        self.termination_config = termination_config
         self._manager: CheckpointManager | None = None
-        self._signal: _Preemption | None = None
+        self._stop: AgreedStop | None = None
         self._num_batches = 0  # since the last save
         self._last_batch = -1
         self._is_saved = False
@@ -114,7 +117,8 @@ class BackupAndRestore(Callback):
         if self.model.distribute_strategy.is_chief:
             delete_leftovers(self.backup_dir)
         if self.save_before_preemption:
-            self._signal = _Preemption(self._agree)
+            self._stop = AgreedStop(self._agree, PreemptionWatcher(self.termination_config))
+            self._leave_if_preempted(at_once=True)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -138,6 +142,11 @@ class BackupAndRestore(Callback):
         self._leave_if_preempted(at_once=True)
 
     @override
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._stops_at is None:  # a loop with steps under way is asked at the end of its epoch
+            self._leave_if_preempted(at_once=False)
+
+    @override
     def on_train_end(self, logs: Logs = None) -> None:
         if self.delete_checkpoint:
             self._delete()
@@ -151,17 +160,17 @@ class BackupAndRestore(Callback):
         Args:
             batch: the batch that it will be called with; from then on it saves only after such batches.
         """
-        got_signal = self._signal is not None and self._signal.got_signal
+        got_signal = self._stop is not None and self._stop.watcher.preemption_message is not None
         self._stops_at = batch if got_signal else -1
         num_batches = self._num_batches + batch - self._last_batch
         return got_signal or (isinstance(self.save_freq, int) and num_batches >= self.save_freq)
 
     @override
     def _release(self) -> None:
-        """Let SIGTERM mean again what it meant before."""
-        preemption, self._signal = self._signal, None
-        if preemption is not None:
-            preemption.close()
+        """Let signals mean again what they meant before."""
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop.watcher.close(resend=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -198,7 +207,10 @@ class BackupAndRestore(Callback):
         metrics = self._objects().get("metrics", {})
         if metrics.keys() != manager.checkpoint._objects.get("metrics", {}).keys():  # some come with the first batch
             manager.checkpoint.metrics = metrics
+        begin = time.monotonic()
         manager.save()
+        if self._stop is not None:
+            self._stop.save_s = time.monotonic() - begin
         self._is_saved = True
         if self._position.step > 0:
             self._join(metrics)
@@ -272,61 +284,11 @@ class BackupAndRestore(Callback):
     # --- preemption
 
     def _leave_if_preempted(self, *, at_once: bool) -> None:
-        if self._signal is None or not self._signal.is_agreed(at_once=at_once):
+        if self._stop is None or not self._stop.is_due(at_once=at_once):
             return
+        self._stop.save_and_end(self._save_if_new, f"epoch {self._position.epoch + 1} in {self.backup_dir}")
+        self._stop = None  # the program's own exit_fn has not ended it
+
+    def _save_if_new(self) -> None:
         if not self._is_saved:
             self._save(is_in_turn=False)
-        logger.warning("BackupAndRestore: got SIGTERM, saved %s, and leave.", self._current_manager.latest_checkpoint)
-        self._signal.is_done = True
-        self._release()
-        raise SystemExit(_EXIT_STATUS)
-
-
-class _Preemption:
-    """Notes SIGTERM, and lets all processes agree when to act on it, about once a second.
-
-    Args:
-        agree: given a value and what it is, returns every process's.
-    """
-
-    def __init__(self, agree: Callable[[Any, str], list[Any]]) -> None:
-        self._agree = agree
-        self.got_signal = False
-        self.is_done = False
-        self._num_to_wait = 0
-        self._last_time = time.monotonic()
-        self._num_since = 0
-        try:
-            self._before = signal.signal(signal.SIGTERM, self._note)
-        except ValueError as error:
-            raise RuntimeError(
-                "BackupAndRestore(save_before_preemption=True) handles SIGTERM, which Python allows in the main thread "
-                "only. Call fit there, or leave the argument out."
-            ) from error
-
-    def is_agreed(self, *, at_once: bool) -> bool:
-        """Say whether any process got the signal; all processes call it equally often, and hear the same.
-
-        Args:
-            at_once: ask now, not only if it is time to.
-        """
-        self._num_since += 1
-        if self._num_since <= self._num_to_wait and not at_once:
-            return False
-        seconds = (time.monotonic() - self._last_time) / self._num_since
-        reports = self._agree([self.got_signal, seconds], "preemption")
-        slowest = max(duration for _, duration in reports)
-        alone = len(reports) == 1
-        self._num_to_wait = 0 if alone else min(100, int(1.0 / max(slowest, 1e-3)))
-        self._last_time, self._num_since = time.monotonic(), 0
-        return any(got for got, _ in reports)
-
-    def close(self) -> None:
-        """Undo the handling; a signal that nobody acted on is sent again."""
-        signal.signal(signal.SIGTERM, self._before)
-        if self.got_signal and not self.is_done:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _note(self, number: int, frame: Any) -> None:  # noqa: ARG002
-        self.got_signal = True
-        signal.signal(signal.SIGTERM, self._before)  # a second one ends the program at once

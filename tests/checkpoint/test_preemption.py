@@ -1,0 +1,271 @@
+"""A notice on any process leads to one step at which all save and end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+import torchstrategy as ts
+from torchstrategy.checkpoint.preemption import AgreedStop
+from torchstrategy.experimental import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+
+NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_given_back():
+    before = [signal.getsignal(number) for number in NOTICES]
+    yield
+    assert [signal.getsignal(number) for number in NOTICES] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+class TestWatcher:
+    @pytest.mark.parametrize("number", NOTICES)
+    def test_signals(self, number):
+        with PreemptionWatcher() as watcher:
+            assert (watcher.preemption_message, watcher.elapsed) == (None, 0.0)
+            os.kill(os.getpid(), number)
+            assert watcher.preemption_message == number.name
+            assert watcher.elapsed >= 0
+
+    def test_a_second_signal_does_what_it_did_before(self):
+        caught = []
+        before = signal.signal(signal.SIGUSR1, lambda *_: caught.append(1))
+        try:
+            with PreemptionWatcher() as watcher:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert caught == []
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert caught == [1]
+                watcher.close(resend=True)
+                assert caught == [1, 1]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    def test_a_function_that_is_asked(self, caplog):
+        answers = iter([False, OSError("no server"), True])
+        asked = threading.Event()
+
+        def ask():
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            if answer:
+                asked.set()
+            return answer
+
+        with PreemptionWatcher(TerminationConfig(termination_watcher_fn=ask, signals=())) as watcher:
+            assert asked.wait(60)
+            until(lambda: watcher.preemption_message == "termination_watcher_fn")
+        assert "termination_watcher_fn failed: OSError: no server" in caplog.text
+
+    def test_in_another_thread(self):
+        raised = []
+
+        def make():
+            try:
+                PreemptionWatcher()
+            except RuntimeError as error:
+                raised.append(str(error))
+            PreemptionWatcher(TerminationConfig(signals=())).close()
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        assert "in the main thread only" in raised[0]
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            (TerminationConfig(signals=(signal.SIGTERM, signal.SIGKILL)), "can't handle 9"),
+            (TerminationConfig(grace_period=-1), "grace_period=...\\) must be a number of seconds"),
+            (TerminationConfig(deadline=float("nan")), "deadline=...\\) must be"),
+            (TerminationConfig(deadline=5, grace_period=10), "before the end of the grace_period"),
+        ],
+    )
+    def test_bad_configurations(self, config, message):
+        with pytest.raises(ValueError, match=message):
+            PreemptionWatcher(config)
+
+    @pytest.mark.parametrize("deadline", [None, 1000])
+    def test_a_forked_process_does_nothing(self, deadline):
+        """A signal to it is none to its parent; as a worker of a loader it ignores the notices of SLURM."""
+        with PreemptionWatcher(TerminationConfig(deadline=deadline)) as watcher:
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGUSR2)
+                os.write(writing, b"on")
+                signal.pause()
+                os._exit(0)
+            assert os.read(reading, 2) == b"on"
+            os.kill(child, signal.SIGTERM)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+            time.sleep(0.05)  # for a wrong word to arrive
+            assert watcher.preemption_message is None
+            for descriptor in (reading, writing):
+                os.close(descriptor)
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_the_grace_is_used(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    watcher = PreemptionWatcher(TerminationConfig(signals=(), grace_period=60))
+    others = [None]
+    stop = AgreedStop(lambda own, what: [own, [*others, 0.0, 0.0, 5.0]], watcher)
+    saved_at = None
+    for step in range(100):
+        now[0] += 2.0  # a step
+        if step == 10:
+            watcher.note("SIGTERM")
+        if stop.is_due(at_once=False):
+            saved_at = now[0] - watcher._noticed_at
+            break
+    watcher.close()
+    assert saved_at is not None
+    assert 60 - 2 * (2 + 5) <= saved_at <= 60 - (2 + 5)
+
+
+def job(folder, *, last=12, notice=None, rank=0, config=None, in_scope=False, number=signal.SIGTERM):
+    """Train; at a step a rank gets a notice. Return what was trained, or how it ended."""
+    strategy = ts.MirroredStrategy() if "RANK" in os.environ else ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    own = 0 if strategy.workers is None else strategy.workers.rank
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.arange(48.0, dtype=torch.float64).view(24, 2) / 48
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    dataset = strategy.experimental_distribute_dataset(loader)
+    seen = []
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = (model(batch[0]) - batch[1]).square().sum() / 4
+        loss.backward()
+        optimizer.step()
+
+    def train(batch):
+        seen.extend(row[0] for leaf in strategy.experimental_local_results(batch[0]) for row in leaf.tolist())
+        strategy.run(step, args=(batch,))
+        if handler.total_run_calls + 1 == notice and own == rank:
+            os.kill(os.getpid(), number)
+
+    checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, dataset=dataset)
+    handler = PreemptionCheckpointHandler(None, checkpoint, folder, config)
+    begun = handler.total_run_calls
+    try:
+        with handler:
+            while handler.total_run_calls < last:
+                for batch in dataset:
+                    if in_scope:
+                        with handler.watch_preemption_scope():
+                            train(batch)
+                            handler.save_checkpoint_if_preempted()
+                    else:
+                        handler.run(train, batch)
+                    if handler.total_run_calls == last:
+                        break
+    except SystemExit as error:
+        return error.code, begun, handler.total_run_calls, seen
+    return model.weight.tolist(), begun, handler.total_run_calls, seen
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+@pytest.mark.parametrize("notice", [1, 5, 6, 11])
+def test_goes_on_where_it_was(tmp_path, notice, in_scope):
+    whole = job(str(tmp_path / "whole"))
+    code, begun, done, seen = job(str(tmp_path / "cut"), notice=notice, in_scope=in_scope)
+    assert (code, begun, done) == (143, 0, notice)
+    weight, begun, done, rest = job(str(tmp_path / "cut"), in_scope=in_scope)
+    assert (begun, done) == (notice, 12)
+    assert seen + rest == whole[3]
+    assert weight == whole[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_two_is_told(process_pool, tmp_path, rank):
+    whole = process_pool(2).run(job, str(tmp_path / "whole"))
+    first, second = process_pool(2).run(job, str(tmp_path / "cut"), notice=5, rank=rank, number=signal.SIGUSR1)
+    assert first[:3] == second[:3]
+    assert first[0] == 143
+    assert 5 <= first[2] <= 12
+    for one, before, unbroken in zip(
+        process_pool(2).run(job, str(tmp_path / "cut")), (first, second), whole, strict=True
+    ):
+        assert one[0] == unbroken[0]
+        assert before[3] + one[3] == unbroken[3]
+
+
+def test_own_functions(tmp_path):
+    called = []
+    config = TerminationConfig(save_fn=lambda: called.append("save"), exit_fn=lambda: called.append("exit"))
+    weight, _, done, _ = job(str(tmp_path), notice=5, config=config)
+    assert called == ["save", "exit"]  # once; the program has decided to go on
+    assert done == 12
+    assert weight
+    assert ts.train.latest_checkpoint(tmp_path) is None
+
+
+def test_before_the_first_step(tmp_path):
+    checkpoint = ts.train.Checkpoint(step=torch.tensor(0))
+    with PreemptionCheckpointHandler(None, checkpoint, tmp_path) as handler:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as raised:
+            handler.run(pytest.fail, "the step was made")
+    assert raised.value.code == 143
+    assert not tmp_path.exists() or os.listdir(tmp_path) == []
+
+
+def test_mistakes(tmp_path):
+    checkpoint = ts.train.Checkpoint(step=torch.tensor(0))
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(step=torch.tensor(0)), tmp_path, 1)
+    with pytest.raises(ValueError, match="pass checkpoint_dir="):
+        PreemptionCheckpointHandler(None, checkpoint)
+    with pytest.raises(ValueError, match="checkpoint_dir must be None"):
+        PreemptionCheckpointHandler(None, manager, tmp_path)
+    with pytest.raises(TypeError, match="Received a Linear"):
+        PreemptionCheckpointHandler(None, torch.nn.Linear(1, 1), tmp_path)
+    with PreemptionCheckpointHandler(None, manager) as handler:
+        assert handler.checkpoint_manager is manager
+        with pytest.raises(ValueError, match=r"within handler\.watch_preemption_scope"):
+            handler.save_checkpoint_if_preempted()
+        with pytest.raises(RuntimeError, match=r"run was called inside of the step"):
+            handler.run(handler.run, print)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("where", ["step", "data"])
+def test_the_deadline(tmp_path, where):
+    """The main thread is in a call that does not come back to Python."""
+    program = textwrap.dedent("""
+        import ctypes, os, signal, sys, threading, time, torch, torchstrategy as ts
+        config = ts.experimental.TerminationConfig(deadline=0.5)
+        checkpoint = ts.train.Checkpoint(step=torch.tensor(3))
+        handler = ts.experimental.PreemptionCheckpointHandler(None, checkpoint, sys.argv[1], config)
+        handler.run(lambda: None)
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        def data():
+            if sys.argv[2] == "step":
+                ctypes.CDLL(None).sleep(1000)  # without the interpreter's lock
+            lock = threading.Lock(); lock.acquire(); lock.acquire()  # for ever, in C
+        handler.run(data)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path, where], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert "Nothing could be saved within 0.5 s after SIGTERM" in done.stderr
