@@ -114,7 +114,7 @@ class TestIndex:
         (tmp_path / "checkpoint").write_text(json.dumps(with_index))
         assert ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
         (tmp_path / "checkpoint").unlink()
-        os.utime(tmp_path / "ckpt-1.pt", (1e9, 1e9))
+        os.utime(tmp_path / "ckpt-2.pt", (1e9, 1e9))  # as a copy may have it
         step, manager = start(tmp_path)
         assert [os.path.basename(path) for path in manager.checkpoints] == ["ckpt-1", "ckpt-2"]
         manager.restore_or_initialize()

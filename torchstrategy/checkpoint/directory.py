@@ -274,8 +274,9 @@ def _files(directory: str, names: set[str], *, with_old: bool) -> dict[str, _Fil
             if seal is not None and "attempt" in seal:
                 order = Order(int(seal["attempt"]), int(seal["sequence"]))
                 found[name] = _File(order, float(seal["written"]), str(seal["writer"]))
-            elif seal is None and with_old and _is_numbered(path):
-                found[name] = _File(Order(), os.stat(path).st_mtime, "")
+            elif seal is None and with_old and (number := _number(path)) is not None:
+                # Not by the file's time, which a copy changes.
+                found[name] = _File(Order(0, number), os.stat(path).st_mtime, "")
         except (OSError, ValueError, TypeError, LookupError, errors.DataLossError):
             continue  # just deleted, or no checkpoint
     return dict(sorted(found.items(), key=lambda item: (item[1].order, item[1].written)))
@@ -299,10 +300,11 @@ _seals: dict[tuple[int, ...], dict[str, Any] | None] = {}
 _MAX_SEALS = 10_000
 
 
-def _is_numbered(path: str) -> bool:
-    """Say whether ``save`` wrote a file, in a release before the seal."""
+def _number(path: str) -> int | None:
+    """Return which save wrote a file, in a release before the seal; ``None`` if none did."""
     content = read_archive(path, what="a checkpoint", remedy="", mapped=True)
-    return isinstance(content, dict) and content.get("format") == FORMAT and content.get("save_counter") is not None
+    is_checkpoint = isinstance(content, dict) and content.get("format") == FORMAT
+    return content.get("save_counter") if is_checkpoint else None
 
 
 def _rebuilt(files: dict[str, _File], loss: str) -> Index:

@@ -53,6 +53,9 @@ waits. A rank that fails says so before it raises, and the others, also those th
   leader also asks the kernel about silent processes of its own host, since native code may keep Python's threads from
   running for long. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
   forgiven.
+- When **nothing goes on** for a minute (``TORCHSTRATEGY_STALL_S``), the first rank that waits logs who waits where and
+  who has not come, and writes all ranks' stacks to a file (``base/stalls.py``). So does a process whose replicas wait
+  for one of them. What happens for the first time has five times as long.
 - When a **deadline** passes (``timeout_seconds``, else half an hour), the ranks are asked where they are: the message
   says who arrived, who did not, and the stack of each rank that is elsewhere.
 - A failure that **all ranks** have at the same point, as when ``run`` raises the same error everywhere and the

@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
+from torchstrategy.base.stalls import Stall
 from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
@@ -202,6 +203,35 @@ class FailureWatch:
             A sentence about the ranks that left or do not answer, if there are any; which ranks have arrived where this
             one waits; then the place of each rank, and the stack of each one that is elsewhere and answers.
         """
+        return self._as_text(self._ask_all())[0]
+
+    def stall(self, seconds: float) -> Stall | None:
+        """Ask every rank what it is doing, because this one has waited for long.
+
+        Args:
+            seconds: how long.
+
+        Returns:
+            What there is to say; ``None`` if a rank before this one waits at the same place, and says it.
+        """
+        lines = self._ask_all()
+        text, arrived = self._as_text(lines)
+        if min(arrived) != self._rank:
+            return None
+        stacks = []
+        for rank, (place, *stack) in enumerate(lines):
+            frames = self._stack() if rank == self._rank else stack
+            stacks += [f"--- rank {rank}: {place}", *(f"  {frame}" for frame in frames)]
+        summary = text.partition("Where each rank is:")[0]
+        elsewhere = [f"rank {rank} is {place}" for rank, (place, *_) in enumerate(lines) if rank not in arrived]
+        return Stall(
+            f"No progress for {seconds:.0f} s: rank {self._rank} waits {self.position}. {summary}"
+            f"{'; '.join(elsewhere)}.",
+            stacks,
+        )
+
+    def _ask_all(self) -> list[list[str]]:
+        """Return for each rank where it is, or that it does not answer, and the lines of its stack."""
         with self._changed:
             self._num_questions += 1
             self._answers = {self._rank: self.position[:_MAX_TEXT]}
@@ -212,7 +242,10 @@ class FailureWatch:
             answers = {**unknown, **self._absent, **self._answers}
             silent = _SILENT.format(heartbeat_seconds())
             answers |= dict.fromkeys(self._silent - self._answers.keys(), silent)
-        lines = [answers[rank].splitlines() for rank in range(self._size)]
+        return [answers[rank].splitlines() for rank in range(self._size)]
+
+    def _as_text(self, lines: list[list[str]]) -> tuple[str, list[int]]:
+        """Return what is known of all ranks as a text, and who has arrived where this one waits."""
         gone = "".join(f"Rank {r} {line[0]}. " for r, line in enumerate(lines) if line[0].startswith(("has", "does")))
         own = _without_site(lines[self._rank][0])
         arrived = [rank for rank, (place, *_) in enumerate(lines) if _without_site(place) == own]
@@ -224,7 +257,7 @@ class FailureWatch:
         rows = []
         for rank, (place, *stack) in enumerate(lines):
             rows += [f"  rank {rank}: {place}", *(f"    {frame}" for frame in stack if rank in others)]
-        return "\n".join([f"{gone}{count}Where each rank is:", *rows])
+        return "\n".join([f"{gone}{count}Where each rank is:", *rows]), arrived
 
     def close(self) -> None:
         """Stop watching; the other ranks learn that this one left."""

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import call_site, warn_once
+from torchstrategy.base.stalls import Waiting, watch_for_stalls
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.failures import describe
 from torchstrategy.collectives.records import connect_records
@@ -60,6 +61,9 @@ class RecordGroup:
         self._timeout_s = timeout_s
         self._sequence = 0
         self._started: Callable[[], list[Any]] | None = None
+        self._waiting = Waiting(self.watch.stall)
+        watch_for_stalls(self._waiting)
+        self._operations: set[str] = set()  # that were completed once
         self._broken = ""
         self._broken_as: type[OpError] = ReplicaFailedError  # as tf, which raises the first error again
         self._process = os.getpid()
@@ -177,8 +181,13 @@ class RecordGroup:
 
         def finish() -> tuple[list[Any], list[bytes]]:
             self.watch.position = f"in {where}"
-            with label("wait", operation, len(body), "bytes in a message"):
-                bodies = self._guarded(operation, receive)
+            self._waiting.begin(is_first=operation not in self._operations)
+            try:
+                with label("wait", operation, len(body), "bytes in a message"):
+                    bodies = self._guarded(operation, receive)
+            finally:
+                self._waiting.end()
+            self._operations.add(operation)
             self.watch.position = f"after {where}"
             return self._read(bodies, head, payload)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torchstrategy.base.log import add_note
+from torchstrategy.base.stalls import Stall, Waiting, stacks_of_threads, watch_for_stalls
 
 __all__ = ["MergeRequest", "Runner", "Turns"]
 
@@ -144,6 +145,10 @@ class Runner:
         weakref.finalize(self, _end, self._threads).atexit = False
         #: The replica whose turn it is; autograd threads of accelerators have no context of their own.
         self.current: int | None = None
+        self._caller = threading.current_thread()
+        self._has_run = False
+        stall = weakref.WeakMethod(self._stall)
+        self._waiting = Waiting(lambda seconds: method(seconds) if (method := stall()) is not None else None)
 
     def run(self, tasks: Sequence[Callable[[], Any]], name: Callable[[int], str]) -> list[Any]:
         """Call each task as its replica and return the results.
@@ -160,6 +165,10 @@ class Runner:
         """
         self._tasks, self._name, self._others, self._failure, self._abandoned = tasks, name, (), None, False
         self._has_raised = False
+        if not self._has_run:
+            watch_for_stalls(self._waiting)
+        self._caller = threading.current_thread()
+        self._waiting.begin(is_first=not self._has_run)
         try:
             if self._concurrent:
                 self._start()
@@ -181,6 +190,8 @@ class Runner:
             raise
         finally:
             self._tasks, self._others, self._failure = (), (), None
+            self._waiting.end()
+            self._has_run = True
 
     def merge(self, local_id: int, request: MergeRequest) -> Any:
         """Meet the other replicas; called in a replica function."""
@@ -191,6 +202,20 @@ class Runner:
         waiting = [thread for thread in self._others if thread.local_id == local_id]
         return waiting[0].merge(request) if waiting else self._merge_here(local_id, request)
 
+    def _stall(self, seconds: float) -> Stall:
+        """Say which replica does not go on; called in another thread."""
+        turn, others = self.current, list(self._others)
+        late = [] if turn is None else [turn]
+        if self._concurrent:
+            late = [] if self._abandoned else [0]  # the caller's thread, where it does not wait for the others
+            late += [thread.local_id for thread in others if not thread.done and thread.request is None]
+        names = ", ".join(self._name(i) for i in late) or "the caller of run"
+        return Stall(
+            f"No progress for {seconds:.0f} s in run: {names} has not come to the end, or to where all replicas meet "
+            f"(a gradient's sum, merge_call and the like), which the others wait for.",
+            stacks_of_threads([self._caller, *others]),
+        )
+
     def close(self) -> None:
         """End the threads."""
         _end(self._threads)
@@ -198,6 +223,7 @@ class Runner:
     def _turn_here(self, local_id: int) -> Any:
         """Run a replica on this thread to its end."""
         failed = True
+        self._waiting.begin(is_first=not self._has_run)
         self._turns.starts(local_id)
         self.current = None if self._concurrent else local_id
         try:
@@ -246,6 +272,7 @@ class Runner:
             self._failure = error
             raise _Aborted from None
         finally:
+            self._waiting.begin(is_first=not self._has_run)
             self._turns.starts(local_id)
             self.current = None if self._concurrent else local_id
         return merged[0]
@@ -285,6 +312,7 @@ class Runner:
                 raise error
 
     def _give_turn(self, thread: _ReplicaThread) -> None:
+        self._waiting.begin(is_first=not self._has_run)
         self._turns.starts(thread.local_id)
         self.current = thread.local_id
         try:
@@ -305,6 +333,7 @@ class Runner:
         present = [request for request in requests if request is not None]
         if len(present) < len(requests) or any(request.kind != present[0].kind for request in present):
             raise self._mismatch(requests)
+        self._waiting.end()  # what waits for other processes says so itself
         return self._call_merge(present[0].fn, [request.payload for request in present])
 
     def _mismatch(self, requests: Sequence[MergeRequest | None]) -> RuntimeError:
