@@ -1,8 +1,10 @@
 """Asynchronous saves: values of the moment of the call, and a failure that is told and never counts."""
 
 import os
+import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,3 +184,68 @@ def test_other_options(tmp_path):
         checkpoint.save(tmp_path / "ckpt", {"enable_async": True})
     checkpoint.save(tmp_path / "ckpt", ts.train.CheckpointOptions())
     assert checkpoint.save_counter == 1
+
+
+def test_memory_that_is_not_torchs(tmp_path):
+    """Parts of one NumPy array, and a file that the program has mapped."""
+    array = np.arange(10.0)
+    mapped = torch.from_file(str(tmp_path / "mapped"), shared=True, size=1 << 20, dtype=torch.float32)
+    parts = {"part": torch.from_numpy(array[:3]), "whole": torch.from_numpy(array), "end": torch.from_numpy(array[7:])}
+    checkpoint = ts.train.Checkpoint(mapped=mapped, **parts)
+    path = checkpoint.save(tmp_path / "ckpt", ASYNC)
+    array += 100
+    mapped.fill_(7)
+    checkpoint.sync()
+    reader = ts.train.load_checkpoint(path)
+    assert reader.get_tensor("whole").tolist() == list(range(10))
+    assert reader.get_tensor("part").tolist() == [0, 1, 2]
+    assert reader.get_tensor("end").tolist() == [7, 8, 9]
+    assert reader.get_tensor("mapped").sum() == 0
+
+
+def test_a_forked_process_does_not_wait(tmp_path, gate):
+    checkpoint = ts.train.Checkpoint(value=torch.ones(3))
+    gate.opened.set()
+    first = checkpoint.write(tmp_path / "first")
+    gate.opened.clear()
+    checkpoint.save(tmp_path / "ckpt", ASYNC)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        checkpoint.restore(first)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.opened.set()
+    checkpoint.sync()
+
+
+@pytest.mark.parametrize("strategy", [None, ["cpu:0", "cpu:1"]], ids=str)
+def test_a_failure_is_told_by_run_of_any_strategy(tmp_path, strategy):
+    strategy = ts.get_strategy() if strategy is None else ts.MirroredStrategy(strategy)
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(value=torch.ones(3)), tmp_path, 2)
+    save_to_full_disk(tmp_path, manager)
+    with pytest.raises(RuntimeError, match="which was saved a while ago, could not be written: OSError"):
+        strategy.run(lambda: None)
+    manager.sync()
+
+
+def begin_where_one_cannot(folder):
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        value = ts.Variable(1.0)
+    checkpoint = ts.train.Checkpoint(value=value)
+    own = os.path.join(folder, str(strategy.workers.rank), "ckpt")
+    start = checkpoint._background.start
+    if strategy.workers.rank == 1:
+        checkpoint._background.start = lambda *args: start(*args[:1], {"value": lambda: 0}, lambda _: 1 / 0) or 1 / 0
+    with pytest.raises(RuntimeError, match=r"Rank 1 could not write .*ZeroDivisionError"):
+        checkpoint.save(own, ASYNC)
+    checkpoint._background.start = start
+    value.assign(2.0)
+    path = checkpoint.save(own, ASYNC)
+    checkpoint.sync()
+    return float(ts.train.load_variable(path, "value")), checkpoint.save_counter
+
+
+def test_one_rank_that_cannot_begin(process_pool, tmp_path):
+    assert process_pool(2).run(begin_where_one_cannot, str(tmp_path)) == [(2.0, 1)] * 2

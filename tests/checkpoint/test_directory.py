@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.checkpoint import directory
+from torchstrategy.checkpoint import directory, fencing
 from torchstrategy.errors import DataLossError, FailedPreconditionError
 
 
@@ -27,7 +27,7 @@ def save(folder, numbers, **options):
 
 def in_other_process(monkeypatch, name="another"):
     """Let what follows be written as if by another process."""
-    monkeypatch.setattr(directory, "_writer", lambda: name)
+    monkeypatch.setattr(fencing, "_writer", lambda: name)
 
 
 def edit_index(folder, **changes):
@@ -126,7 +126,7 @@ class TestIndex:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(directory, "delete_file", killed)
+            patch.setattr(fencing, "delete_file", killed)
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, (1, 2, 3), max_to_keep=2)
         assert sorted(os.listdir(tmp_path)) == ["checkpoint", "ckpt-1.pt", "ckpt-2.pt", "ckpt-3.pt"]
@@ -138,8 +138,8 @@ class TestIndex:
         assert sorted(os.listdir(tmp_path)) == ["checkpoint", "ckpt-0.pt", "ckpt-3.pt", "ckpt-4.pt"]
 
 
-def save_on(folder, number):
-    step, manager = start(folder)
+def save_on(folder, number, **options):
+    step, manager = start(folder, **options)
     manager.restore_or_initialize()
     step.fill_(number)
     return manager.save()
@@ -278,7 +278,7 @@ class TestOneWriter:
         with monkeypatch.context() as patch:
             in_other_process(patch)
             ts.train.Checkpoint(step=torch.tensor(50)).save(tmp_path / "ckpt")  # another ckpt-1
-        directory._delete(str(tmp_path / "ckpt-1.pt"), directory.Order(1, 3))
+        fencing._delete(str(tmp_path / "ckpt-1.pt"), directory.Order(1, 3))
         assert ts.train.load_variable(tmp_path / "ckpt-1", "step") == 50
         assert old.checkpoints
 
@@ -291,3 +291,96 @@ def save_by(started, number):
         return manager.save()
 
     return go_on
+
+
+class TestOtherFiles:
+    """What is no checkpoint of ``save`` is left alone."""
+
+    def test_files_of_write_of_earlier_releases(self, tmp_path):
+        content = {"step": {"kind": "tensor", "state": torch.tensor(1)}}
+        old = {"format": "torchstrategy.checkpoint", "version": 1, "save_counter": 7, "objects": content}
+        for name in ("best", "final", "epoch-3"):
+            torch.save(old, tmp_path / f"{name}.pt")
+        assert ts.train.latest_checkpoint(tmp_path) is None
+        save(tmp_path, (1, 2), max_to_keep=1)
+        assert sorted(os.listdir(tmp_path)) == ["best.pt", "checkpoint", "ckpt-2.pt", "epoch-3.pt", "final.pt"]
+
+    def test_are_not_read_again_and_again(self, tmp_path, monkeypatch):
+        for name in ("data", "more-3"):
+            torch.save({"weight": torch.zeros(1)}, tmp_path / f"{name}.pt")
+        checkpoint = ts.train.Checkpoint(step=torch.tensor(1))
+        checkpoint.write(tmp_path / "x")
+        read = []
+        monkeypatch.setattr(directory, "read_unchecked", read.append)
+        checkpoint.read(tmp_path / "x")
+        checkpoint.save(tmp_path / "ckpt")
+        assert read == []
+
+    def test_a_folder_with_the_name_of_the_index(self, tmp_path):
+        (tmp_path / "checkpoint").mkdir()
+        checkpoint = ts.train.Checkpoint(step=torch.tensor(1))
+        checkpoint.write(tmp_path / "x")
+        checkpoint.step.zero_()
+        checkpoint.read(tmp_path / "x")
+        assert checkpoint.step == 1
+        with pytest.raises(OSError, match="directory"):
+            checkpoint.save(tmp_path / "ckpt")
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint", "x.pt"]  # nothing of the save that failed
+
+    def test_an_unfinished_file_of_another_host(self, tmp_path):
+        """Whose locks may not be seen here: it is deleted when it is old."""
+        other = tmp_path / f".ckpt-1.pt.{'0' * 32}.tmp"
+        other.write_bytes(b"partial")
+        save(tmp_path, (1,))
+        assert other.exists()
+        os.utime(other, (1e9, 1e9))
+        save(tmp_path, (2,))
+        assert not other.exists()
+
+    def test_weights_beside_files_that_are_gone(self, tmp_path):
+        model = ts.Model(torch.nn.Linear(1, 1))
+        model.save_weights(tmp_path / "w-1")
+        os.unlink(tmp_path / "w-1.pt")
+        model.save_weights(tmp_path / "w-2")
+        assert ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "w-2")
+
+    def test_a_manager_that_only_saves(self, tmp_path):
+        save(tmp_path, (1,))
+        os.unlink(tmp_path / "ckpt-1.pt")
+        _, manager = start(tmp_path)
+        with pytest.raises(DataLossError, match="names ckpt-1, but no checkpoint is in"):
+            manager.restore_or_initialize()
+        manager.save()
+        assert ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
+
+    def test_a_relative_path_with_a_slash_at_its_end(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        os.makedirs("elsewhere")
+        step, manager = start("run/")
+        path = manager.save(options=ts.train.CheckpointOptions(enable_async=True))
+        os.chdir("elsewhere")
+        manager.sync()
+        os.chdir("..")
+        assert path == "run/ckpt-1"
+        assert ts.train.latest_checkpoint("run") == "run/ckpt-1"
+        with monkeypatch.context() as patch:
+            in_other_process(patch)
+            save_on(tmp_path / "run", 5)
+        with pytest.raises(FailedPreconditionError):
+            manager.save()
+        assert step == 0
+
+    def test_an_index_that_was_replaced_while_it_was_read(self, tmp_path, monkeypatch, caplog):
+        """An evaluator that polls sees no gap."""
+        save(tmp_path, (1,), max_to_keep=1)
+        list_files, moved = directory.list_files, []
+
+        def slow(folder):
+            if not moved:
+                moved.append(1)
+                save_on(folder, 2, max_to_keep=1)
+            return list_files(folder)
+
+        monkeypatch.setattr(directory, "list_files", slow)
+        assert ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-2")
+        assert "which is gone" not in caplog.text

@@ -209,7 +209,7 @@ def test_a_latest_checkpoint_that_is_gone_leaves_the_one_before_and_is_said_once
     with pytest.raises(ts.errors.DataLossError, match="names ckpt-1, ckpt-2, but no checkpoint is in"):
         ts.train.latest_checkpoint(tmp_path)
     with pytest.raises(ts.errors.DataLossError, match=r"Put the files back\. To start without them, delete"):
-        ts.train.CheckpointManager(checkpoint, tmp_path, None)
+        ts.train.CheckpointManager(checkpoint, tmp_path, None).restore_or_initialize()
 
 
 def test_initialize(checkpoint, tmp_path):

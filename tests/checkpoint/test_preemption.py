@@ -14,6 +14,7 @@ import torch
 import torchstrategy as ts
 from torchstrategy.checkpoint.preemption import AgreedStop
 from torchstrategy.experimental import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+from torchstrategy.testing.faults import file_fault
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -113,6 +114,37 @@ class TestWatcher:
             assert watcher.preemption_message is None
             for descriptor in (reading, writing):
                 os.close(descriptor)
+
+    def test_watchers_that_are_closed_in_the_order_in_which_they_were_made(self):
+        caught = []
+        before = signal.signal(signal.SIGUSR1, lambda *_: caught.append(1))
+        try:
+            first, second = PreemptionWatcher(), PreemptionWatcher()
+            first.close()
+            second.close()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert caught == [1]
+        finally:
+            for number in NOTICES:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR1, before)
+
+    def test_a_handler_of_the_program_stays(self):
+        def own(number, frame):
+            pass
+
+        with PreemptionWatcher(TerminationConfig(signals=(signal.SIGUSR1, signal.SIGUSR1))):
+            before = signal.signal(signal.SIGUSR1, own)
+        assert signal.getsignal(signal.SIGUSR1) is own
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        assert before != own
+
+    def test_the_deadline_of_a_closed_one_is_over(self):
+        watcher = PreemptionWatcher(TerminationConfig(signals=(), deadline=1000))
+        watcher.note("test")
+        watcher.close()
+        watcher._give_up()  # as a timer that was just about to
+        watcher.note("again")
 
 
 def until(condition):
@@ -228,6 +260,32 @@ def test_before_the_first_step(tmp_path):
             handler.run(pytest.fail, "the step was made")
     assert raised.value.code == 143
     assert not tmp_path.exists() or os.listdir(tmp_path) == []
+
+
+def test_a_save_that_fails_is_told(tmp_path, caplog):
+    caught = []
+    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
+    try:
+        checkpoint = ts.train.Checkpoint(step=torch.tensor(0))
+        with (
+            pytest.raises(OSError, match="No space left"),
+            file_fault("full", 1, tmp_path),
+            PreemptionCheckpointHandler(None, checkpoint, tmp_path) as handler,
+        ):
+            handler.run(os.kill, os.getpid(), signal.SIGTERM)
+        assert caught == [1]
+        assert "SIGTERM came, and this error ended the training" in caplog.text
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_checkpoints_of_others_are_not_deleted(tmp_path):
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(step=torch.tensor(0)), tmp_path, None)
+    for _ in range(3):
+        manager.save()
+    with pytest.raises(ValueError, match=r"the directory holds other checkpoints, such as .*ckpt-3, which would be"):
+        PreemptionCheckpointHandler(None, ts.train.Checkpoint(step=torch.tensor(0)), tmp_path)
+    assert len(manager.checkpoints) == 3
 
 
 def test_mistakes(tmp_path):

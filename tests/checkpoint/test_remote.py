@@ -79,7 +79,7 @@ def test_one_writer(folder, monkeypatch):
     step, old = start(folder)
     old.save()
     with monkeypatch.context() as patch:
-        patch.setattr("torchstrategy.checkpoint.directory._writer", lambda: "another")
+        patch.setattr("torchstrategy.checkpoint.fencing._writer", lambda: "another")
         start(folder)[1].save()
     with pytest.raises(FailedPreconditionError):
         old.save()

@@ -156,6 +156,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
     assert estimator.train(lambda: batches()).get_variable_value("global_step") == 4  # from that of step 0
     assert "ckpt-4.pt is damaged" in caplog.text
     assert "Going on from the checkpoint before it" in caplog.text
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    assert estimator.train(lambda: batches(), max_steps=4).get_variable_value("global_step") == 4  # not skipped
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ts.errors.DataLossError, match="is damaged"):

@@ -36,6 +36,7 @@ __all__ = [
     "read_archive",
     "read_checkpoint",
     "read_seal",
+    "read_unchecked",
     "write_archive",
     "write_checkpoint",
 ]
@@ -165,6 +166,17 @@ def read_archive(path: str, *, what: str, remedy: str, mapped: bool = False, may
             ) from error
         except _SIGNS_OF_DAMAGE as error:
             raise DamagedError(f"{path} is damaged or not {what}: {error}. {remedy}") from error
+
+
+def read_unchecked(path: str) -> Any:
+    """Return an archive's content without looking for damage, and without reading its tensors; ``None`` if it is none.
+
+    Of a store that is no folder, in which that would take as long as reading all, nothing is read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, *_SIGNS_OF_DAMAGE):
+        return None
 
 
 def read_seal(path: str) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchstrategy.base import context
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import named_tensors
+from torchstrategy.checkpoint.storage import is_spilled
 
 __all__ = ["Background", "CheckpointOptions", "takes_async"]
 
@@ -74,6 +75,7 @@ class Background:
             content: tensors and plain values.
             put: writes them.
         """
+        self.finish()  # what another process has not let begin everywhere
         snapshot = self._copied(content)
         if self._threads is None or self._pid != os.getpid():  # a forked process has no threads
             self._threads, self._pid = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), os.getpid()
@@ -82,6 +84,8 @@ class Background:
     def finish(self) -> tuple[BaseException | None, bool]:
         """Wait until the write is done; return what went wrong, and whether ``run`` has raised it."""
         write, self._write = self._write, None
+        if self._pid != os.getpid():  # a forked process: the write is its parent's
+            write = None
         failure, is_told = (None, False) if write is None else write.finish()
         if failure is not None:
             self.release()  # else a traceback that somebody keeps would keep the thread
@@ -98,20 +102,27 @@ class Background:
         copies: dict[int, Any] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         kept, self._buffers = self._buffers, []
+        largest: dict[int, torch.UntypedStorage] = {}  # NumPy's parts of one array are storages of one place
+        for _, tensor in named_tensors("", content):
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                other = largest.setdefault(storage.data_ptr(), storage)
+                if storage.nbytes() > other.nbytes():
+                    largest[storage.data_ptr()] = storage
         for _, tensor in named_tensors("", content):
             if tensor.layout is not torch.strided:
                 copies[id(tensor)] = tensor.clone()
                 continue
             storage = tensor.untyped_storage()
-            if storage.filename is not None and tensor.nbytes == storage.nbytes():
-                copies[id(tensor)] = tensor  # which ``new_tensor`` has made for this save
+            if is_spilled(storage):  # made for this save
+                copies[id(tensor)] = tensor
                 continue
             if tensor.is_conj() or tensor.is_neg():
                 copies[id(tensor)] = tensor.clone()
                 continue
             place = storage.data_ptr()
             if place not in storages:
-                storages[place] = self._copy(storage, kept)
+                storages[place] = self._copy(largest[place], kept)
             own = torch.empty(0, dtype=tensor.dtype)
             copies[id(tensor)] = own.set_(storages[place], tensor.storage_offset(), tensor.shape, tensor.stride())
         return copy.deepcopy(content, copies)

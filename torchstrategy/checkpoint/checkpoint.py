@@ -15,7 +15,8 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX, checkpoint_file, read_checkpoint, write_checkpoint
 from torchstrategy.checkpoint.background import Background, CheckpointOptions, takes_async
-from torchstrategy.checkpoint.directory import Fence, Index, publish
+from torchstrategy.checkpoint.directory import Index
+from torchstrategy.checkpoint.fencing import Fence, publish
 from torchstrategy.checkpoint.objects import strategy_of, track_all
 from torchstrategy.checkpoint.process_reports import (
     agree_on_restore,
@@ -29,7 +30,7 @@ from torchstrategy.checkpoint.restoration import (
     Restoration,
     join,
 )
-from torchstrategy.checkpoint.storage import delete_leftovers, spilled_to
+from torchstrategy.checkpoint.storage import absolute, delete_leftovers, spilled_to
 from torchstrategy.checkpoint.tracked import Group, Plan, Tracked, walk
 
 __all__ = ["Checkpoint"]
@@ -159,7 +160,8 @@ class Checkpoint(Group):
         """
         is_async = takes_async(options)
         path = os.fspath(file_prefix)
-        self._write(path, lambda content: write_checkpoint(path + SUFFIX, content), is_async=is_async)
+        file = absolute(path + SUFFIX)
+        self._write(path, lambda content: write_checkpoint(file, content), is_async=is_async)
         return path
 
     def read(self, save_path: _Path | None, options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
@@ -240,13 +242,13 @@ class Checkpoint(Group):
                 restoration.require_match(tracked, plans)
         except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
             error = raised
+        self._fence(os.path.dirname(path)).renew()
         agree_on_restore(strategy, path, error)
         for name, plan in plans.items():
             restoration.give(name, tracked[name], plan)
         for prefix, item in walk("", self):
             if isinstance(item, Checkpoint):
                 item._await(restoration, prefix)
-        self._fence(os.path.dirname(path)).renew()
         if strategy.is_chief:
             delete_leftovers(os.path.dirname(path))
         status = CheckpointLoadStatus(restoration, self._track)
@@ -284,14 +286,7 @@ class Checkpoint(Group):
     def _save_as(
         self, path: str, index: Index, *, is_async: bool = False, undo: Callable[[], None] = lambda: None
     ) -> None:
-        """Count a save, write it and make it the latest of its directory, as ``publish`` does.
-
-        Args:
-            path: the checkpoint.
-            index: what the directory's index says then.
-            is_async: whether a thread writes it.
-            undo: called if that fails later.
-        """
+        """Count a save, write it and make it the latest, as ``publish`` does; ``undo`` is called if it fails later."""
         directory, name = os.path.split(path)
         fence = self._fence(directory)
 
@@ -302,8 +297,6 @@ class Checkpoint(Group):
         def put(content: dict[str, Any]) -> None:
             publish(fence, name, lambda file, about, check: write_checkpoint(file, content, about, check), index)
 
-        if self._pending is not None:
-            self._finish(self._strategy())
         self._save_counter += 1
         try:
             self._write(path, put, is_async=is_async, undo=uncount)
@@ -313,9 +306,10 @@ class Checkpoint(Group):
 
     def _fence(self, directory: str) -> Fence:
         """Return what this checkpoint knows of who writes to a directory, since it read it first."""
-        if directory not in self._fences:
-            self._fences[directory] = Fence(directory)
-        return self._fences[directory]
+        place = absolute(directory)  # which a thread that writes can rely on
+        if place not in self._fences:
+            self._fences[place] = Fence(place)
+        return self._fences[place]
 
     def _attach(self, name: str, value: Any) -> None:
         """Add an object, or a structure of objects, and give it the values that wait for it."""
@@ -381,7 +375,11 @@ class Checkpoint(Group):
             return {"save_counter": self._save_counter or None, "objects": objects}
 
         if is_async:
-            begin_together(strategy, path, lambda: self._background.start(path, capture(), put))
+            try:
+                begin_together(strategy, path, lambda: self._background.start(path, capture(), put))
+            except BaseException:
+                self._background.finish()
+                raise
             self._pending = (path, undo)
         else:
             write_together(strategy, path, lambda: put(capture()))

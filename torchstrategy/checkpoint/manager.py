@@ -95,7 +95,7 @@ class CheckpointManager:
         #: Name of each checkpoint that may be deleted, and when it was written; oldest first.
         self._times: dict[str, float] = {}
         self._unlisted: list[str] = []  # which can be restored, too
-        self._look()
+        self._look(may_be_gone=True)
 
     @property
     def directory(self) -> str:
@@ -205,10 +205,10 @@ class CheckpointManager:
         self._check_all_see(self.latest_checkpoint)
         return restore_newest([*self._unlisted, *self.checkpoints], restore)
 
-    def _look(self) -> None:
+    def _look(self, *, may_be_gone: bool = False) -> None:
         """Take up which checkpoints are in the directory, of whatever attempt of the job."""
         self._checkpoint._fence(self._directory).renew()
-        index = read_index(self._directory) or Index({})
+        index = read_index(self._directory, may_be_gone=may_be_gone) or Index({})
         self._last_preserved = time.time() if index.last_preserved is None else index.last_preserved
         self._times = dict(index.written)
         self._unlisted = [self._path(name) for name in index.unlisted]

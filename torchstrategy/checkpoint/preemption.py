@@ -39,7 +39,7 @@ class TerminationConfig(NamedTuple):
             just before they are over. 0 saves at once.
         save_fn: called instead of saving a checkpoint.
         signals: those that are a notice, beside what the watcher says. SLURM sends SIGUSR1 or SIGUSR2 if it is told to
-            (``--signal``), all others SIGTERM.
+            (``--signal``), all others SIGTERM. Leave out one that ``faulthandler.register`` has.
         deadline: seconds after a notice when the process ends with status 143 in any case, though it could not save: a
             step or a read of data takes too long, or another process does not answer. ``None`` means never.
 
@@ -86,9 +86,11 @@ class PreemptionWatcher:
         self._closed = threading.Event()
         self._timer: threading.Timer | None = None
         self._handlers: dict[int, Any] = {}
+        self._lock = threading.RLock()
         try:
-            for number in self._config.signals:
-                self._handlers[number] = signal.signal(number, self._handle)
+            for number in dict.fromkeys(self._config.signals):
+                if signal.getsignal(number) is not None:  # a handler in C, which could not be given back
+                    self._handlers[number] = signal.signal(number, self._handle)
         except (ValueError, OSError) as error:
             self._restore_handlers()
             if threading.current_thread() is threading.main_thread():
@@ -123,17 +125,21 @@ class PreemptionWatcher:
         Args:
             resend: whether a signal that was noticed is sent again, because nobody has acted on it.
         """
-        if self._closed.is_set():
-            return
-        self._closed.set()
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            if self._timer is not None:
+                self._timer.cancel()
         _watchers.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
         if self._wakeup is not None:
             self._wakeup.close()
         self._restore_handlers()
         number = next((number for number in self._config.signals if _name(number) == self._message), None)
         if resend and number is not None:
+            error = sys.exc_info()[1]
+            if isinstance(error, Exception):  # which nobody would see
+                logger.error("%s came, and this error ended the training:", self._message, exc_info=error)
             os.kill(os.getpid(), number)
 
     def __enter__(self) -> PreemptionWatcher:
@@ -148,18 +154,27 @@ class PreemptionWatcher:
         Args:
             message: what has told it.
         """
-        if self._message is not None or self._closed.is_set() or os.getpid() != self._pid:
-            return
-        self._noticed_at = time.monotonic()
-        self._message = message
-        if self._config.deadline is not None:
-            self._timer = threading.Timer(self._config.deadline, self._give_up)
-            self._timer.daemon = True
-            self._timer.start()
+        with self._lock:
+            if self._message is not None or self._closed.is_set() or os.getpid() != self._pid:
+                return
+            self._noticed_at = time.monotonic()
+            self._message = message
+            if self._config.deadline is not None:
+                self._timer = threading.Timer(self._config.deadline, self._give_up)
+                self._timer.daemon = True
+                self._timer.start()
 
-    def _handle(self, number: int, frame: Any) -> None:  # noqa: ARG002
+    def _handle(self, number: int, frame: Any) -> None:
+        before = self._handlers[number]
+        if self._closed.is_set():  # another watcher was closed later, and has put this one back
+            if callable(before):
+                before(number, frame)
+            elif before == signal.SIG_DFL:
+                signal.signal(number, before)
+                os.kill(os.getpid(), number)
+            return
         self.note(_name(number))
-        signal.signal(number, self._handlers[number])  # a second one does what it did before
+        signal.signal(number, before)  # a second one does what it did before
 
     def _ask(self) -> None:
         asks = self._config.termination_watcher_fn
@@ -174,6 +189,8 @@ class PreemptionWatcher:
                 return
 
     def _give_up(self) -> None:
+        if self._closed.is_set():
+            return
         logger.error(
             "Nothing could be saved within %g s after %s: a step or a read of data takes longer, or another process "
             "does not answer. The process ends with status %d; a new start goes on from the last checkpoint.",
@@ -187,7 +204,8 @@ class PreemptionWatcher:
     def _restore_handlers(self) -> None:
         with contextlib.suppress(ValueError):  # closed by another thread, which can't
             for number, before in self._handlers.items():
-                signal.signal(number, before)
+                if signal.getsignal(number) == self._handle:  # else the program has its own since
+                    signal.signal(number, before)
 
     def _forget_in_child(self) -> None:
         """Watch nothing in a forked process: SIGUSR1 and SIGUSR2 are ignored there, other signals as they were."""

@@ -14,6 +14,8 @@ from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, T
 
 __all__ = ["PreemptionCheckpointHandler"]
 
+_NAME = "preemption"
+
 
 class PreemptionCheckpointHandler:
     """Saves a custom loop, and ends the program, when a process of the job is told that it will be ended.
@@ -67,7 +69,14 @@ class PreemptionCheckpointHandler:
         elif isinstance(given, Checkpoint):
             if checkpoint_dir is None:
                 raise ValueError("PreemptionCheckpointHandler: pass checkpoint_dir=..., where the checkpoint is saved.")
-            self._manager = CheckpointManager(given, checkpoint_dir, max_to_keep=2, checkpoint_name="preemption")
+            self._manager = CheckpointManager(given, checkpoint_dir, max_to_keep=2, checkpoint_name=_NAME)
+            others = [path for path in self._manager.checkpoints if not os.path.basename(path).startswith(f"{_NAME}-")]
+            if others:
+                raise ValueError(
+                    f"PreemptionCheckpointHandler(checkpoint_dir={os.fspath(checkpoint_dir)!r}): the directory holds "
+                    f"other checkpoints, such as {others[-1]}, which would be deleted. Give the handler a directory of "
+                    "its own, or the CheckpointManager that wrote them."
+                )
         else:
             raise TypeError(
                 "PreemptionCheckpointHandler needs a ts.train.Checkpoint or a ts.train.CheckpointManager. Received a "

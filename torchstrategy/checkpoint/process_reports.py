@@ -10,7 +10,11 @@ from torchstrategy import errors
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.storage import absolute
 
-__all__ = ["agree_on_restore", "agree_on_write", "begin_together", "write_together"]
+__all__ = ["WriteFailedError", "agree_on_restore", "agree_on_write", "begin_together", "write_together"]
+
+
+class WriteFailedError(RuntimeError):
+    """A process found no room for a checkpoint, no right to write it, or no disk; every process raises it."""
 
 
 def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
@@ -25,13 +29,13 @@ def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
     place = absolute(path)
     operation = f"writing of checkpoint {os.path.basename(path)}"
     failure = _failure_of(write) if strategy.is_chief else None
-    reports = strategy.workers.exchange(operation, [place, _describe(failure)])
+    reports = strategy.workers.exchange(operation, [place, *_describe_write(failure)])
     _raise_first(reports, failure)
     place_of_chief = reports[0][0]
-    if any(other != place_of_chief for other, _ in reports):
+    if any(other != place_of_chief for other, *_ in reports):
         strategy._take_up_new()  # before the first run the others' initial values are still their own
         failure = _failure_of(write) if place != place_of_chief else None
-        _raise_first(strategy.workers.exchange(operation, [place, _describe(failure)]), failure)
+        _raise_first(strategy.workers.exchange(operation, [place, *_describe_write(failure)]), failure)
 
 
 def begin_together(strategy: Any, path: str, begin: Callable[[], None]) -> None:
@@ -70,10 +74,10 @@ def agree_on_write(strategy: Any, path: str, failure: BaseException | None, *, i
         if failure is not None and not is_told:
             raise failure
         return failure is None
-    report = [absolute(path), None if is_told else _describe(failure), failure is None]
+    report = [absolute(path), *_describe_write(None if is_told else failure), failure is None]
     reports = strategy.workers.exchange(f"writing of checkpoint {os.path.basename(path)}", report)
-    _raise_first([(place, text) for place, text, _ in reports], failure)
-    return all(is_written for _, _, is_written in reports)
+    _raise_first([report[:3] for report in reports], failure)
+    return all(is_written for *_, is_written in reports)
 
 
 def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
@@ -113,9 +117,14 @@ def _failure_of(write: Callable[[], None]) -> Exception | None:
 
 
 def _raise_first(reports: list[Any], own: BaseException | None) -> None:
-    for rank, (place, report) in enumerate(reports):
-        if report is not None:
-            raise RuntimeError(f"Rank {rank} could not write the checkpoint {place}: {report}") from own
+    for rank, (place, text, is_of_system) in enumerate(reports):
+        if text is not None:
+            kind = WriteFailedError if is_of_system else RuntimeError
+            raise kind(f"Rank {rank} could not write the checkpoint {place}: {text}") from own
+
+
+def _describe_write(error: BaseException | None) -> tuple[str | None, bool]:
+    return _describe(error), isinstance(error, OSError)
 
 
 def _describe(error: BaseException | None) -> str | None:

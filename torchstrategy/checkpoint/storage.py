@@ -7,11 +7,15 @@ unfinished file, so that one without a lock is known to be what a killed process
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import math
 import os
 import re
 import shutil
+import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +38,7 @@ __all__ = [
     "delete_leftovers",
     "is_directory",
     "is_file",
+    "is_spilled",
     "list_files",
     "local_copy",
     "new_tensor",
@@ -45,7 +50,8 @@ __all__ = [
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 #: Stores that show a file when it is complete, so that it needs no other name before.
 _ATOMIC_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+_UNFINISHED = re.compile(r"\..+\.([0-9a-f]{8})[0-9a-f]{24}\.tmp")  # the first part says on which kernel
+_LONG_AGO_S = 3600.0
 
 
 def write_file(path: str, write: Callable[[IO[bytes]], Any], *, check: Callable[[], None] = lambda: None) -> None:
@@ -90,9 +96,13 @@ def delete_leftovers(directory: str) -> None:
     """Delete the unfinished files of processes that were killed while they wrote to a directory."""
     if fcntl is None or _is_remote(directory):
         return
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory or os.curdir) as entries:
+    with contextlib.suppress(OSError), os.scandir(directory or os.curdir) as entries:
         for entry in entries:
-            if _UNFINISHED.fullmatch(entry.name):
+            found = _UNFINISHED.fullmatch(entry.name)
+            if found is None:
+                continue
+            # Locks of another host's processes may not be seen here.
+            if found[1] == _kernel() or time.time() - entry.stat().st_mtime > _LONG_AGO_S:
                 _delete_if_unlocked(entry.path)
 
 
@@ -167,8 +177,8 @@ def delete_file(path: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """Return a path that means the same in every folder."""
-    return path if _is_remote(path) else os.path.abspath(path)
+    """Return a path that means the same in every folder, in one way of writing it."""
+    return path.rstrip("/") if _is_remote(path) else os.path.abspath(path)
 
 
 def _is_remote(path: str) -> bool:
@@ -215,7 +225,8 @@ def _write_remote(path: str, write: Callable[[IO[bytes]], Any], check: Callable[
 def _new_file(directory: str, name: str) -> IO[bytes]:
     """Make an unfinished file, and lock it as long as it is open."""
     while True:
-        file = open(os.path.join(directory, f".{name}.{uuid.uuid4().hex}.tmp"), "xb")  # noqa: SIM115 - for the caller
+        number = _kernel() + uuid.uuid4().hex[8:]
+        file = open(os.path.join(directory, f".{name}.{number}.tmp"), "xb")  # noqa: SIM115 - for the caller
         try:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # a file system without locks
@@ -229,9 +240,20 @@ def _new_file(directory: str, name: str) -> IO[bytes]:
 
 
 def _delete_if_unlocked(path: str) -> None:
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # OSError: locked, or gone
+    with contextlib.suppress(OSError), open(path, "r+b") as file:  # OSError: locked, or gone. NFS wants to write
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
+
+
+@functools.cache
+def _kernel() -> str:
+    """Return eight digits that tell running kernels apart, whose processes see each other's locks."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            text = file.read()
+    except OSError:
+        text = socket.gethostname()
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _make_directory(directory: str) -> None:
@@ -261,6 +283,7 @@ _CHUNK = 1 << 22
 
 # --- large values in files instead of memory, for checkpoints of models that don't fit into the coordinator's memory
 
+_SPILLED = ".spilled-by-torchstrategy"
 #: Smaller tensors stay in memory.
 _MIN_BYTES = 1 << 20
 _directory: ContextVar[str | None] = ContextVar("directory", default=None)
@@ -269,6 +292,11 @@ _directory: ContextVar[str | None] = ContextVar("directory", default=None)
 def spilled_to(directory: str) -> AbstractContextManager[None]:
     """Let ``new_tensor`` make tensors in files without a name in a directory."""
     return set_within(_directory, tempfile.gettempdir() if _is_remote(directory) else directory or os.curdir)
+
+
+def is_spilled(storage: torch.UntypedStorage) -> bool:
+    """Say whether ``new_tensor`` made a storage as a file's content."""
+    return storage.filename is not None and os.path.basename(storage.filename).startswith(_SPILLED)
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -282,7 +310,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if directory is None or size * dtype.itemsize < _MIN_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype)
     _make_directory(os.path.abspath(directory))
-    with _new_file(directory, "spilled") as file:
+    with _new_file(directory, _SPILLED[1:]) as file:
         try:
             return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(tuple(shape))
         finally:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.directory import read_index
 from torchstrategy.checkpoint.manager import CheckpointManager, restore_newest
-from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import Built, Definition, build, plain_strategy, restore, seeded
 from torchstrategy.estimator.run_config import RunConfig
@@ -102,11 +102,18 @@ def has_saved(config: RunConfig, step: int) -> bool:
 
 
 def _latest_step(config: RunConfig) -> int:
-    latest = latest_checkpoint(str(config.model_dir))
-    try:
-        return -1 if latest is None else load_global_step(latest)
-    except NotFoundError:  # another process has just replaced it; what is missing for good is found when it is restored
-        return -1
+    for path in reversed(_paths(str(config.model_dir))):
+        try:
+            return load_global_step(path)
+        except (NotFoundError, DamagedError):  # another process has just replaced it, or training goes on before it
+            continue
+    return -1
+
+
+def _paths(directory: str) -> list[str]:
+    """Return the checkpoints that a training may go on from, the latest last."""
+    index = read_index(directory)
+    return [] if index is None else [os.path.join(directory, name) for name in (*index.unlisted, *index.written)]
 
 
 def skip_training(config: RunConfig) -> None:
@@ -214,9 +221,7 @@ def _restore_or_warm_start(built: Built, config: RunConfig, settings: WarmStartS
     if isinstance(strategy, BetweenGraphParameterServerStrategy) and not strategy.is_chief:
         strategy.wait_until_ready(config.session_creation_timeout_secs)  # for the chief's values
         return
-    directory = str(config.model_dir)
-    index = read_index(directory)
-    paths = [] if index is None else [os.path.join(directory, name) for name in (*index.unlisted, *index.written)]
+    paths = _paths(str(config.model_dir))
     if strategy.workers is not None:
         paths = list(strategy.workers.broadcast_object("Estimator: the checkpoints to go on from", paths))
     if restore_newest(paths, lambda path: restore(built, path)) is None and settings is not None:

@@ -208,6 +208,8 @@ class Loop(StepLoop):
         logs: dict[str, Any] | None = None
         while position.epoch < epochs and not trainer.stop_training:
             epoch, first = position.epoch, position.step
+            if position.logs is not None:  # it was interrupted in its validation
+                trainer.stop_training = position.is_stopped
             if first == 0:
                 self.begin("train")
             callbacks.on_epoch_begin(epoch)
@@ -216,7 +218,8 @@ class Loop(StepLoop):
             self._is_first = logs is None
             with self._knowing(data):
                 # A backup may have been made between the last step and the end of the epoch.
-                rest: Iterator[Any] = iter(()) if position.is_at_end else iterator
+                is_done = position.is_at_end or position.logs is not None
+                rest: Iterator[Any] = iter(()) if is_done else iterator
                 done = self.run_steps(rest, "train", callbacks, steps_per_epoch, first)
                 if done == 0:  # the epoch before, maybe of an interrupted run, ended with the data
                     iterator = self._iterate(data)
@@ -234,7 +237,7 @@ class Loop(StepLoop):
                     "(ts.data.Dataset.repeat()), or leave steps_per_epoch out."
                 )
             if validation is not None and validation.is_due(epoch + 1):
-                position.logs = dict(logs)
+                position.logs, position.is_stopped = dict(logs), trainer.stop_training
                 try:
                     numbers = self._test(validation.data, validation.steps, callbacks)
                 except Exception as error:

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from torchstrategy import errors
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.checkpoint.archive import FORMAT, SUFFIX, WEIGHTS, read_archive, write_archive
-from torchstrategy.checkpoint.directory import Fence, Index, publish, read_index
+from torchstrategy.checkpoint.directory import Index, read_index
+from torchstrategy.checkpoint.fencing import Fence, publish
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
 from torchstrategy.checkpoint.storage import is_directory, is_file, spilled_to
@@ -131,7 +132,7 @@ def _publish(prefix: str, weights: Any, about: dict[str, Any], fence: Fence) -> 
     """Write weights and make them the latest checkpoint of their directory, which keeps the others."""
     directory, name = os.path.split(prefix)
 
-    before = read_index(directory) or Index({})
+    before = read_index(directory, may_be_gone=True) or Index({})
     written = {**{other: seconds for other, seconds in before.written.items() if other != name}, name: time.time()}
     publish(
         fence,

@@ -145,8 +145,7 @@ class Runner:
         weakref.finalize(self, _end, self._threads).atexit = False
         #: The replica whose turn it is; autograd threads of accelerators have no context of their own.
         self.current: int | None = None
-        self._caller = threading.current_thread()
-        self._has_run = False
+        self._caller, self._has_run = threading.current_thread(), False
         stall = weakref.WeakMethod(self._stall)
         self._waiting = Waiting(lambda seconds: method(seconds) if (method := stall()) is not None else None)
 
@@ -204,12 +203,11 @@ class Runner:
 
     def _stall(self, seconds: float) -> Stall:
         """Say which replica does not go on; called in another thread."""
-        turn, others = self.current, list(self._others)
-        late = [] if turn is None else [turn]
+        others, late = list(self._others), [] if self.current is None else [self.current]
         if self._concurrent:
             late = [] if self._abandoned else [0]  # the caller's thread, where it does not wait for the others
             late += [thread.local_id for thread in others if not thread.done and thread.request is None]
-        names = ", ".join(self._name(i) for i in late) or "the caller of run"
+        names = ", ".join(map(self._name, late)) or "the caller of run"
         return Stall(
             f"No progress for {seconds:.0f} s in run: {names} has not come to the end, or to where all replicas meet "
             f"(a gradient's sum, merge_call and the like), which the others wait for.",

@@ -14,7 +14,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.base import context
-from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame, set_base_frame
+from torchstrategy.base.context import (
+    Frame,
+    current_frame,
+    pop_frame,
+    push_frame,
+    raise_failures,
+    set_base_frame,
+)
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
@@ -94,6 +101,7 @@ class DefaultStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
+        raise_failures()
         frame = current_frame()
         if frame is not None:
             self._require_cross_replica()

@@ -271,7 +271,9 @@ def test_a_directory_of_others_is_refused(tmp_path):
 
 
 def test_two_saves_are_kept_and_partial_files_go(tmp_path):
-    tmp_path.joinpath(f".backup-7.pt.{'0' * 32}.tmp").write_bytes(b"partial")
+    partial = tmp_path.joinpath(f".backup-7.pt.{'0' * 32}.tmp")
+    partial.write_bytes(b"partial")
+    os.utime(partial, (1e9, 1e9))  # one of another host, long ago
     fit(tmp_path, backup=BackupAndRestore(tmp_path, 2, delete_checkpoint=False))
     assert sorted(os.listdir(tmp_path)) == ["backup-5.pt", "backup-6.pt", "checkpoint"]
 
@@ -362,3 +364,13 @@ def test_the_handler_is_given_back_when_fit_fails(tmp_path):
     with pytest.raises(Interruption):
         fit(tmp_path, stop_at(6), backup=BackupAndRestore(tmp_path, save_before_preemption=True))
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_all_files_go_with_the_last_one(tmp_path, monkeypatch):
+    """Also one that a save was killed before it could delete: a later run must not begin with it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("torchstrategy.checkpoint.fencing.delete_file", lambda path: None)
+        fit(tmp_path, backup=BackupAndRestore(tmp_path / "backup", 2, delete_checkpoint=False))
+    assert len(os.listdir(tmp_path / "backup")) > 3
+    fit(tmp_path, backup=BackupAndRestore(tmp_path / "backup", 2))
+    assert not (tmp_path / "backup").exists()

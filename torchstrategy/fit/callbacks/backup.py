@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import time
 from typing import Any
 
@@ -24,14 +25,19 @@ from torchstrategy.checkpoint.directory import index_path, read_index
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
-from torchstrategy.checkpoint.storage import delete_file, delete_leftovers
+from torchstrategy.checkpoint.storage import delete_file, delete_leftovers, list_files
 from torchstrategy.fit.callbacks.callback import Callback, Logs
-from torchstrategy.fit.callbacks.model_checkpoint import check_save_freq
+from torchstrategy.fit.callbacks.model_checkpoint import (
+    check_on_write_error,
+    check_save_freq,
+    passing_over_write_errors,
+)
 from torchstrategy.fit.trainer import Trainer, trainer_of
 
 __all__ = ["BackupAndRestore"]
 
 _NAME = "backup"
+_FILE = re.compile(rf"{_NAME}-(\d+){re.escape(SUFFIX)}")
 #: So that there is one if the newest is damaged.
 _NUM_KEPT = 2
 
@@ -56,6 +62,8 @@ class BackupAndRestore(Callback):
         save_before_preemption: when a process of the job gets SIGTERM, SIGUSR1 or SIGUSR2, finish the batch (of the
             training or of the validation) on all, save, and end the program with status 143. The random numbers begin
             anew then, too, so the rest differs from that of an unbroken run if it draws any.
+        on_write_error: what follows if there is no room on the disk, or no right to write: ``"raise"`` ends ``fit``,
+            ``"warn"`` logs a warning and trains on; what was saved before is as it was.
         termination_config: what else is a notice, how long training may go on after it, when the process ends in any
             case, and how; for ``save_before_preemption``, which it turns on.
 
@@ -87,6 +95,7 @@ class BackupAndRestore(Callback):
         delete_checkpoint: bool = True,  # noqa: FBT001, FBT002 - tf's signature
         save_before_preemption: bool = False,  # noqa: FBT001, FBT002 - tf's signature
         *,
+        on_write_error: str = "raise",
         termination_config: TerminationConfig | None = None,
     ) -> None:
         super().__init__()
@@ -94,6 +103,7 @@ class BackupAndRestore(Callback):
         self.save_freq = check_save_freq(save_freq, "BackupAndRestore")
         self.delete_checkpoint = delete_checkpoint
         self.save_before_preemption = save_before_preemption or termination_config is not None
+        self.on_write_error = check_on_write_error(on_write_error, "BackupAndRestore")
         self.termination_config = termination_config
         self._manager: CheckpointManager | None = None
         self._stop: AgreedStop | None = None
@@ -208,10 +218,11 @@ class BackupAndRestore(Callback):
         if metrics.keys() != manager.checkpoint._objects.get("metrics", {}).keys():  # some come with the first batch
             manager.checkpoint.metrics = metrics
         begin = time.monotonic()
-        manager.save()
+        with passing_over_write_errors(self.on_write_error, "BackupAndRestore"):
+            manager.save()
+            self._is_saved = True
         if self._stop is not None:
             self._stop.save_s = time.monotonic() - begin
-        self._is_saved = True
         if self._position.step > 0:
             self._join(metrics)
         self._begin_random_numbers()
@@ -273,11 +284,12 @@ class BackupAndRestore(Callback):
         """Delete the files, when all processes are done."""
         self._agree(None, "end of fit")
         if self.model.distribute_strategy.is_chief:
-            paths = [path + SUFFIX for path in self._current_manager.checkpoints]
-            # Without the index the newest is still found, until it is gone as the last.
-            for name in (index_path(self.backup_dir), *paths):
+            # Also what a killed save has not deleted. Without the index the newest is still found, until it goes last.
+            numbers = (_FILE.fullmatch(name) for name in list_files(self.backup_dir))
+            files = [found[0] for found in sorted(filter(None, numbers), key=lambda found: int(found[1]))]
+            for path in (index_path(self.backup_dir), *(os.path.join(self.backup_dir, name) for name in files)):
                 with contextlib.suppress(FileNotFoundError):
-                    delete_file(name)
+                    delete_file(path)
             with contextlib.suppress(OSError):  # it is missing, or holds something else
                 os.rmdir(self.backup_dir)
 

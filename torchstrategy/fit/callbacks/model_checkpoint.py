@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from torchstrategy.base.log import warn_once
-from torchstrategy.checkpoint.directory import Fence
+from torchstrategy.base.log import logger, warn_once
+from torchstrategy.checkpoint.fencing import Fence
+from torchstrategy.checkpoint.process_reports import WriteFailedError
 from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.progress import print_line
 from torchstrategy.fit.callbacks.stopping import Goal, check_mode, find_goal
@@ -43,6 +44,8 @@ class ModelCheckpoint(Callback):
         mode: ``"min"`` or ``"max"``, what is better; ``"auto"`` tells by the metric and its name.
         save_freq: ``"epoch"``, or a number of batches.
         initial_value_threshold: what the first model must be better than; ``None`` means nothing.
+        on_write_error: what follows if there is no room on the disk, or no right to write: ``"raise"`` ends ``fit``,
+            ``"warn"`` logs a warning and trains on; what was saved before is as it was.
 
     Raises:
         ValueError: an argument is out of range; a name in ``filepath`` is not in the logs, or ``"auto"`` can't tell (in
@@ -61,7 +64,7 @@ class ModelCheckpoint(Callback):
         >>> folder.cleanup()
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - tf's signature, and one more
         self,
         filepath: str | os.PathLike[str],
         monitor: str = "val_loss",
@@ -71,6 +74,8 @@ class ModelCheckpoint(Callback):
         mode: str = "auto",
         save_freq: str | int = "epoch",
         initial_value_threshold: float | None = None,
+        *,
+        on_write_error: str = "raise",
     ) -> None:
         super().__init__()
         self.filepath = os.fspath(filepath)
@@ -81,6 +86,7 @@ class ModelCheckpoint(Callback):
         self.mode = check_mode(mode, "ModelCheckpoint")
         self.save_freq = check_save_freq(save_freq, "ModelCheckpoint")
         self.best = initial_value_threshold
+        self.on_write_error = check_on_write_error(on_write_error, "ModelCheckpoint")
         self._goal: Goal | None = None
         self._fence: Fence | None = None
         self._fields = _fields(self.filepath)
@@ -149,10 +155,11 @@ class ModelCheckpoint(Callback):
             return
         path = self._format(epoch, batch, {} if logs is None else logs)
         self._say(epoch, f"saving the model to {path}")
-        if self.save_weights_only:
-            write_weights(self.model, path, fence=self._fence)
-        else:
-            self.model.save(path)
+        with passing_over_write_errors(self.on_write_error, "ModelCheckpoint"):
+            if self.save_weights_only:
+                write_weights(self.model, path, fence=self._fence)
+            else:
+                self.model.save(path)
 
     def _is_wanted(self, epoch: int, logs: Logs) -> bool:
         """Say whether the model is to be saved; with ``save_best_only`` this notes the best value."""
@@ -205,8 +212,38 @@ class ModelCheckpoint(Callback):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         elif os.path.isdir(directory):
-            with open(path, "w", encoding="utf-8"):
+            with (
+                passing_over_write_errors(self.on_write_error, "ModelCheckpoint"),
+                open(path, "w", encoding="utf-8"),
+            ):
                 pass
+
+
+def check_on_write_error(value: Any, callback: str) -> str:
+    """Return ``on_write_error``.
+
+    Raises:
+        ValueError: it is neither ``"raise"`` nor ``"warn"``.
+    """
+    if value not in ("raise", "warn"):
+        raise ValueError(f"{callback}(on_write_error=...) must be 'raise' or 'warn'. Received: {value!r}")
+    return str(value)
+
+
+@contextlib.contextmanager
+def passing_over_write_errors(on_write_error: str, callback: str) -> Iterator[None]:
+    """Let training go on if something can't be written, where that is wanted.
+
+    Args:
+        on_write_error: the callback's argument.
+        callback: its name, for the log.
+    """
+    try:
+        yield
+    except (OSError, WriteFailedError) as error:
+        if on_write_error == "raise":
+            raise
+        logger.warning("%s: nothing was saved, and training goes on: %s", callback, error)
 
 
 def check_save_freq(save_freq: Any, callback: str) -> str | int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torchstrategy.base import tree
+from torchstrategy.base.context import raise_failures
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import PerWorkerValues
@@ -151,6 +152,7 @@ class ClusterCoordinator:
         """
         _check_call(fn, args, kwargs)
         self._cluster.queue.raise_error()
+        raise_failures()
         own = _per_worker_values(args, kwargs)
         result = RemoteValue(_name_of(fn), self._cluster.idle)
         with self._preparing:
@@ -183,6 +185,7 @@ class ClusterCoordinator:
         """
         with label("wait", "for the workers"):
             self._cluster.queue.join()
+            raise_failures()
 
     def done(self) -> bool:
         """Say whether all functions have ended, without waiting.

@@ -1,0 +1,170 @@
+"""Who may write to a directory of checkpoints, and how a checkpoint becomes its latest.
+
+Attempts of a job are numbered, so that one that was stopped and wakes up after its successor has saved can't move the
+latest checkpoint back (a fencing token, as in M. Kleppmann, Designing Data-Intensive Applications, 2017, chapter 8).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from torchstrategy import errors
+from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.archive import SUFFIX, read_seal
+from torchstrategy.checkpoint.directory import Index, Order, index_path, read_or_rebuild
+from torchstrategy.checkpoint.storage import delete_file, write_file
+
+__all__ = ["Fence", "publish"]
+
+
+class Fence:
+    """What a writer of checkpoints knows of who else writes to the directory.
+
+    Args:
+        directory: the directory.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.renew()
+
+    def renew(self) -> None:
+        """Take up what was written so far: this writer goes on from it."""
+        try:
+            index = read_or_rebuild(self.directory, with_old=False)
+        except (OSError, errors.DataLossError):  # a checkpoint may be restored by its path; nothing can be saved here
+            index = None
+        self._attempt, self._writer = (index.order.attempt, index.writer) if index else (0, "")
+
+    def check(self) -> None:
+        """Check that nobody else has written since.
+
+        Raises:
+            FailedPreconditionError: somebody has.
+        """
+        self._require(read_or_rebuild(self.directory, with_old=False))
+
+    def next(self) -> tuple[Index | None, Order]:
+        """Return what there is, and where the next checkpoint of this writer stands.
+
+        Raises:
+            FailedPreconditionError: somebody else has written.
+        """
+        index = read_or_rebuild(self.directory, with_old=False)
+        self._require(index)
+        if index is None:
+            return None, Order(1, 1)
+        is_own = index.writer == _writer()
+        return index, Order(index.order.attempt + (not is_own), index.order.sequence + 1)
+
+    def note(self, order: Order) -> None:
+        """Note that this writer has written."""
+        self._attempt, self._writer = order.attempt, _writer()
+
+    def _require(self, index: Index | None) -> None:
+        if index is None or index.writer == _writer() or (index.order.attempt, index.writer) == self._known:
+            return
+        raise errors.FailedPreconditionError(
+            f"Nothing is saved to {self.directory}: {index.writer or 'another program'} has saved {index.latest} there "
+            f"in the meantime, as attempt {index.order.attempt} of the job, and this process ({_writer()}) knew of "
+            f"attempt {self._attempt} only. If the job was started again elsewhere, end this process. If two jobs "
+            "write there, give each a directory of its own."
+        )
+
+    @property
+    def _known(self) -> tuple[int, str]:
+        return self._attempt, self._writer
+
+
+def publish(
+    fence: Fence,
+    name: str,
+    write: Callable[[str, dict[str, Any], Callable[[], None]], None],
+    index: Index,
+) -> None:
+    """Write a checkpoint and make it the latest of its directory.
+
+    Args:
+        fence: the writer's.
+        name: the checkpoint's, without folder and suffix.
+        write: writes the file, given its path, what its seal says and the check as ``write_archive`` takes it.
+        index: what the directory's index says afterwards, with this checkpoint as the latest. Those that are
+            superfluous are deleted.
+
+    Raises:
+        FailedPreconditionError: somebody else has written to the directory; the latest checkpoint is theirs.
+        OSError: the file can't be written; what was there before is unchanged.
+    """
+    directory = fence.directory
+    before, order = fence.next()
+    # With those that the last save should have deleted, and was killed before.
+    superfluous = {*index.superfluous, *(before.superfluous if before else ())} - index.written.keys()
+    written = index.written[name]
+    about = {"attempt": order.attempt, "sequence": order.sequence, "written": written, "writer": _writer()}
+    write(os.path.join(directory, name + SUFFIX), about, fence.check)
+    # The list first: it must never name a file that is gone.
+    text = json.dumps(
+        {
+            "latest": index.latest,
+            "written": index.written,
+            "last_preserved": index.last_preserved,
+            "superfluous": sorted(superfluous),
+            "attempt": order.attempt,
+            "sequence": order.sequence,
+            "writer": _writer(),
+        },
+        indent=1,
+    ).encode()
+    try:
+        write_file(
+            index_path(directory), lambda file: file.write(text), check=lambda: _check_not_overtaken(fence, order)
+        )
+    except OSError:
+        with contextlib.suppress(OSError):  # the file would be found by itself, though its save has failed
+            if _order_of(read_seal(os.path.join(directory, name + SUFFIX))) == order:
+                delete_file(os.path.join(directory, name + SUFFIX))
+        raise
+    fence.note(order)
+    for old in superfluous:
+        _delete(os.path.join(directory, old + SUFFIX), order)
+
+
+def _check_not_overtaken(fence: Fence, order: Order) -> None:
+    """Check that no other attempt has written between this one's file and its index."""
+    index = read_or_rebuild(fence.directory, with_old=False)
+    if index is not None and index.order > order:
+        fence._require(index)
+
+
+def _delete(path: str, order: Order) -> None:
+    """Delete an old checkpoint, unless the file is another one of its name: of a later attempt, or of ``write``."""
+    try:
+        seal = read_seal(path)
+        if seal is not None and not Order() < _order_of(seal) < order:
+            return
+        delete_file(path)
+    except FileNotFoundError:
+        pass  # the program has deleted it, as tf's tutorial for several workers does
+    except (OSError, ValueError) as error:  # the new checkpoint is complete; an old one that stays only takes room
+        logger.warning("Could not delete the old checkpoint %s: %s", path, error)
+
+
+def _order_of(seal: dict[str, Any] | None) -> Order:
+    return Order() if seal is None else Order(int(seal.get("attempt", 0)), int(seal.get("sequence", 0)))
+
+
+def _writer() -> str:
+    """Return the name of this process as a writer."""
+    pid = os.getpid()
+    if _process.get("pid") != pid:  # also in a forked child
+        _process.update(pid=pid, name=f"process {pid} of {socket.gethostname()} ({uuid.uuid4().hex[:8]})")
+    return str(_process["name"])
+
+
+_process: dict[str, Any] = {}
