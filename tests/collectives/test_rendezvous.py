@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -136,3 +137,42 @@ def test_a_process_that_cannot_connect_says_which_it_is(monkeypatch):
     assert type(refused) is RuntimeError
     assert "Rank 0, which the others reach at 127.0.0.1, can't connect to all of them: from rank 0" in str(refused)
     assert isinstance(late, ts.errors.DeadlineExceededError)
+
+
+def listeners(port):
+    """Return the addresses at which something of this host listens on a port, as the kernel writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [address for address, own in (row[1].split(":") for row in rows if row[3] == "0A") if int(own, 16) == port]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_listens_at_its_address_alone(address):
+    job = job_of(0, 1, address=address, port=free_port())
+    store = rendezvous._open_store(job, 20.0)
+    assert listeners(job.port) == ["0100007F"]
+    other = rendezvous._open_store(job_of(1, 2, address=address, port=job.port), 20.0)
+    store.set("name", "value")
+    assert other.get("name") == b"value"
+    again = rendezvous._open_store(job, 20.0)  # a further strategy's, or a process group of the user's
+    assert again.get("name") == b"value"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        ["127.0.1.1"],  # a host's own name, as Debian has it
+        ["192.0.2.1", "198.51.100.1"],  # the others may take either
+        ["0.0.0.0"],
+        ["192.0.2.1"],  # not an address of this host, as behind a gateway
+    ],
+)
+def test_where_others_may_know_another_address_torch_listens(monkeypatch, found):
+    rows = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: rows)
+    assert rendezvous._listen(job_of(0, 2, address="host-1", port=free_port())) is None

@@ -29,6 +29,7 @@ __all__ = ["Rendezvous", "meet", "raise_lost_store"]
 
 _TIMEOUT_S = 300.0
 _POLL_S = 0.01
+_BACKLOG = 4096
 _KNOCK_S = 0.05
 _PATIENCE_S = 10.0
 _REQUEST_S = 50e-6  # what each request costs the store; hundreds of processes ask it
@@ -216,6 +217,7 @@ def _open_store(job: Job, timeout_s: float) -> Store:
             timeout=timedelta(seconds=timeout_s),
             multi_tenant=True,
             wait_for_workers=False,
+            master_listen_fd=_listen(job) if is_master else None,
         )
     except (DistError, OSError) as error:
         reason = str(error).partition("\nException raised from")[0].rstrip(". ")
@@ -229,6 +231,28 @@ def _open_store(job: Job, timeout_s: float) -> Store:
             f"{_keeper(job).capitalize()} keeps it: did it start, and do all processes know the same address? "
             f"({job.source} says so.)"
         ) from None
+
+
+def _listen(job: Job) -> int | None:
+    """Return the descriptor of a socket that listens at the store's address alone; torch's own listens at all.
+
+    ``None`` leaves it to torch: the user's process group may have the port already, or the others may know this host by
+    another address.
+    """
+    try:
+        found = {info[4][0]: info[0] for info in socket.getaddrinfo(lookup_name(job.address), None)}
+        (address, family), *others = found.items()
+        # Debian gives a host's own name an address of the loopback, where other hosts can't reach it.
+        is_alias = ipaddress.ip_address(address).is_loopback and job.address not in (address, "localhost")
+        if others or is_alias or ipaddress.ip_address(address).is_unspecified:
+            return None
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, job.port))
+            listener.listen(_BACKLOG)
+            return listener.detach()
+    except (OSError, ValueError):
+        return None
 
 
 def _reach(job: Job, timeout_s: float) -> None:
