@@ -113,3 +113,14 @@ def test_troubleshooting_quotes_real_messages():
     assert len(quoted) > 10
     messages = "\n".join(messages_of_the_library())
     assert [message for message in quoted if message not in messages] == []
+
+
+def test_the_contract_names_tests_that_exist():
+    """Each row of the tables of faults is held by a test."""
+    page = (ROOT / "docs/guide/faults.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| fault", "| ---"))]
+    assert len(rows) > 20
+    for row in rows:
+        path, *names = row.rstrip(" |").rpartition("| `")[2].strip("`").split("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert all(re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE) for name in names), row
