@@ -136,6 +136,10 @@ def test_the_watch_goes_by_itself(monkeypatch, caplog):
     monkeypatch.setenv("TORCHSTRATEGY_STALL_S", "0.05")
     monkeypatch.setattr(stalls, "_all", type(stalls._all)())
     waiting = stalls.Waiting(lambda seconds: stalls.Stall("Nothing.", []))
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHSTRATEGY_STALL_S", "soon")
+        with pytest.raises(ValueError, match="TORCHSTRATEGY_STALL_S"):
+            stalls.watch_for_stalls(waiting)
     stalls.watch_for_stalls(waiting)
     waiting.begin()
     while not caplog.messages:

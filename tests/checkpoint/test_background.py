@@ -249,3 +249,14 @@ def begin_where_one_cannot(folder):
 
 def test_one_rank_that_cannot_begin(process_pool, tmp_path):
     assert process_pool(2).run(begin_where_one_cannot, str(tmp_path)) == [(2.0, 1)] * 2
+
+
+def test_the_number_of_a_failed_save_is_used_once(tmp_path):
+    checkpoint = ts.train.Checkpoint(value=torch.ones(3))
+    with file_fault("full", 1, tmp_path):
+        checkpoint.save(tmp_path / "ckpt", ASYNC)
+        checkpoint._background._write._future.exception()
+    with pytest.raises(RuntimeError, match="could not be written"):
+        ts.get_strategy().run(lambda: None)
+    paths = [checkpoint.save(tmp_path / "ckpt") for _ in range(2)]
+    assert [os.path.basename(path) for path in paths] == ["ckpt-1", "ckpt-2"]

@@ -384,3 +384,46 @@ class TestOtherFiles:
         monkeypatch.setattr(directory, "list_files", slow)
         assert ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-2")
         assert "which is gone" not in caplog.text
+
+    @pytest.mark.parametrize("is_new", [True, False])
+    def test_an_index_that_can_not_be_written(self, tmp_path, monkeypatch, is_new):
+        """The new file is taken back; what has replaced another one stays, for there is no other."""
+        save(tmp_path, (1,))
+        step, manager = start(tmp_path)
+        step.fill_(7)
+        write_file = fencing.write_file
+
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(fencing, "write_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            manager.save(checkpoint_number=2 if is_new else 1)
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint", "ckpt-1.pt"]
+        assert ts.train.load_variable(tmp_path, "step") == (1 if is_new else 7)
+        monkeypatch.setattr(fencing, "write_file", write_file)
+        assert manager.save(checkpoint_number=3) == str(tmp_path / "ckpt-3")
+
+    def test_an_index_that_is_there_after_all(self, tmp_path, monkeypatch):
+        """The disk fails after the index has its name: the file that it names must stay."""
+        _, manager = save(tmp_path, (1,))
+        write_file = fencing.write_file
+
+        def failing(*args, **kwargs):
+            write_file(*args, **kwargs)
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(fencing, "write_file", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            manager.save()
+        assert ts.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-2")
+
+    def test_another_attempt_whose_files_are_gone(self, tmp_path, monkeypatch):
+        _, manager = save(tmp_path, (1,))
+        with monkeypatch.context() as patch:
+            in_other_process(patch)
+            save_on(tmp_path, 2)
+        for path in tmp_path.glob("*.pt"):
+            path.unlink()
+        with pytest.raises(FailedPreconditionError, match="another has saved ckpt-2"):
+            manager.save()

@@ -109,11 +109,15 @@ class Waiting:
 
 def watch_for_stalls(waiting: Waiting) -> None:
     """Watch something until it is collected."""
-    if _state.get("pid") != os.getpid():  # the first one, or in a forked process, which has no such thread
-        _state["pid"] = os.getpid()
-        _all.clear()
-        threading.Thread(target=_watch, name="torchstrategy stalls", daemon=True).start()
-    _all.add(waiting)
+    limit_s = stall_seconds()
+    if limit_s == float("inf"):
+        return
+    with _lock:
+        if _state.get("pid") != os.getpid():  # the first one, or in a forked process, which has no such thread
+            _state["pid"] = os.getpid()
+            _all.clear()
+            threading.Thread(target=_watch, args=(limit_s,), name="torchstrategy stalls", daemon=True).start()
+        _all.add(waiting)
 
 
 def stacks_of_threads(threads: Sequence[threading.Thread]) -> list[str]:
@@ -127,19 +131,29 @@ def stacks_of_threads(threads: Sequence[threading.Thread]) -> list[str]:
     return lines
 
 
+_lock = threading.Lock()
 _all: weakref.WeakSet[Waiting] = weakref.WeakSet()
 _state: dict[str, int] = {}
 
 
-def _watch() -> None:
-    limit_s = stall_seconds()
-    if limit_s == float("inf"):
-        return
+def _watch(limit_s: float) -> None:
     while True:
         time.sleep(min(limit_s / 4, _LONGEST_SLEEP_S))
-        for one in list(_all):
+        with _lock:
+            every = list(_all)
+        while every:
+            one = every.pop()
             try:
                 one.check(limit_s)
             except Exception:  # noqa: BLE001 - a report must not end the watch
                 logger.debug("A stall could not be described.", exc_info=True)
             del one  # which must not live until the next look
+
+
+def _after_fork() -> None:
+    global _lock  # another thread of the parent may have had it
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -137,6 +137,8 @@ class Checkpoint(Group):
                 that is never aggregated.
         """
         is_async = takes_async(options)
+        if self._pending is not None:
+            self._finish(self._strategy())  # whose number is free again if it has failed
         path = f"{os.fspath(file_prefix)}-{self._save_counter + 1}"
         name = os.path.basename(path)
         self._save_as(path, Index({name: time.time()}), is_async=is_async)

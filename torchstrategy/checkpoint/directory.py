@@ -16,7 +16,7 @@ from torchstrategy.base.log import warning_once
 from torchstrategy.checkpoint.archive import FORMAT, SUFFIX, read_seal, read_unchecked
 from torchstrategy.checkpoint.storage import list_files, open_file
 
-__all__ = ["Index", "Order", "index_path", "read_index", "read_or_rebuild"]
+__all__ = ["Index", "Order", "index_path", "read_alone", "read_index", "read_or_rebuild"]
 
 _INDEX_NAME = "checkpoint"
 
@@ -59,7 +59,7 @@ class Index(NamedTuple):
     @property
     def latest(self) -> str:
         """Name of the latest checkpoint."""
-        return list(self.written)[-1]
+        return [*self.missing, *self.written][-1]
 
 
 def index_path(directory: str, filename: str | None = None) -> str:
@@ -118,7 +118,7 @@ def read_or_rebuild(directory: str, filename: str | None = None, *, with_old: bo
     Raises:
         DataLossError: the index names files outside the directory, or is damaged and there are no others.
     """
-    index, is_damaged = _read(directory, filename)
+    index, is_damaged = read_alone(directory, filename)
     names = {name.removesuffix(SUFFIX) for name in list_files(directory) if name.endswith(SUFFIX)}
     if index is None:
         if filename is not None and not is_damaged:
@@ -237,7 +237,7 @@ def _rebuilt(files: dict[str, _File], loss: str) -> Index:
     )
 
 
-def _read(directory: str, filename: str | None) -> tuple[Index | None, bool]:
+def read_alone(directory: str, filename: str | None = None) -> tuple[Index | None, bool]:
     """Return what the index says, or ``None`` and whether it is damaged.
 
     Raises:

@@ -17,8 +17,8 @@ from typing import Any
 from torchstrategy import errors
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX, read_seal
-from torchstrategy.checkpoint.directory import Index, Order, index_path, read_or_rebuild
-from torchstrategy.checkpoint.storage import delete_file, write_file
+from torchstrategy.checkpoint.directory import Index, Order, index_path, read_alone, read_or_rebuild
+from torchstrategy.checkpoint.storage import delete_file, is_file, write_file
 
 __all__ = ["Fence", "publish"]
 
@@ -107,7 +107,9 @@ def publish(
     superfluous = {*index.superfluous, *(before.superfluous if before else ())} - index.written.keys()
     written = index.written[name]
     about = {"attempt": order.attempt, "sequence": order.sequence, "written": written, "writer": _writer()}
-    write(os.path.join(directory, name + SUFFIX), about, fence.check)
+    path = os.path.join(directory, name + SUFFIX)
+    is_new = not is_file(path)
+    write(path, about, fence.check)
     # The list first: it must never name a file that is gone.
     text = json.dumps(
         {
@@ -126,9 +128,8 @@ def publish(
             index_path(directory), lambda file: file.write(text), check=lambda: _check_not_overtaken(fence, order)
         )
     except OSError:
-        with contextlib.suppress(OSError):  # the file would be found by itself, though its save has failed
-            if _order_of(read_seal(os.path.join(directory, name + SUFFIX))) == order:
-                delete_file(os.path.join(directory, name + SUFFIX))
+        if is_new:  # it would be found by itself, though its save has failed; what it has replaced is gone in any case
+            _take_back(directory, name, order)
         raise
     fence.note(order)
     for old in superfluous:
@@ -140,6 +141,17 @@ def _check_not_overtaken(fence: Fence, order: Order) -> None:
     index = read_or_rebuild(fence.directory, with_old=False)
     if index is not None and index.order > order:
         fence._require(index)
+
+
+def _take_back(directory: str, name: str, order: Order) -> None:
+    """Delete a file that this process has just written, unless the index knows it after all."""
+    path = os.path.join(directory, name + SUFFIX)
+    with contextlib.suppress(OSError, ValueError):
+        seal = read_seal(path)
+        index, _ = read_alone(directory)
+        is_known = index is not None and name in index.written and index.order >= order
+        if seal is not None and _order_of(seal) == order and seal.get("writer") == _writer() and not is_known:
+            delete_file(path)
 
 
 def _delete(path: str, order: Order) -> None:

@@ -236,16 +236,14 @@ def _open_store(job: Job, timeout_s: float) -> Store:
 def _listen(job: Job) -> int | None:
     """Return the descriptor of a socket that listens at the store's address alone; torch's own listens at all.
 
-    ``None`` leaves it to torch: the user's process group may have the port already, or the others may know this host by
-    another address.
+    ``None`` leaves it to torch: the user's process group may have the port already, or the address is a name, by which
+    other hosts may know another address of this one.
     """
     try:
-        found = {info[4][0]: info[0] for info in socket.getaddrinfo(lookup_name(job.address), None)}
-        (address, family), *others = found.items()
-        # Debian gives a host's own name an address of the loopback, where other hosts can't reach it.
-        is_alias = ipaddress.ip_address(address).is_loopback and job.address not in (address, "localhost")
-        if others or is_alias or ipaddress.ip_address(address).is_unspecified:
+        address = "127.0.0.1" if job.address == "localhost" else job.address
+        if ipaddress.ip_address(address).is_unspecified:
             return None
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, job.port))

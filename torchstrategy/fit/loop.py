@@ -86,6 +86,7 @@ class Loop(StepLoop):
             model.zero_grad()  # what the program has left
             self.begin("train")
             callbacks.on_train_begin()
+            trainer.stop_training = trainer.stop_training or trainer.position.was_stopped
             logs = self._train_epochs(data, validation, callbacks, given.epochs, steps_per_epoch)
             callbacks.on_train_end(logs)
         finally:
@@ -206,10 +207,9 @@ class Loop(StepLoop):
         trainer, position = self.trainer, self.trainer.position
         iterator: Iterator[Any] | None = None
         logs: dict[str, Any] | None = None
-        while position.epoch < epochs and not trainer.stop_training:
+        # A fit that was interrupted after a callback had stopped it finishes its epoch.
+        while position.epoch < epochs and (position.step > 0 or not trainer.stop_training):
             epoch, first = position.epoch, position.step
-            if position.logs is not None:  # it was interrupted in its validation
-                trainer.stop_training = position.is_stopped
             if first == 0:
                 self.begin("train")
             callbacks.on_epoch_begin(epoch)
@@ -218,7 +218,7 @@ class Loop(StepLoop):
             self._is_first = logs is None
             with self._knowing(data):
                 # A backup may have been made between the last step and the end of the epoch.
-                is_done = position.is_at_end or position.logs is not None
+                is_done = position.is_at_end or position.logs is not None or self._stops_now("train")
                 rest: Iterator[Any] = iter(()) if is_done else iterator
                 done = self.run_steps(rest, "train", callbacks, steps_per_epoch, first)
                 if done == 0:  # the epoch before, maybe of an interrupted run, ended with the data
@@ -237,7 +237,7 @@ class Loop(StepLoop):
                     "(ts.data.Dataset.repeat()), or leave steps_per_epoch out."
                 )
             if validation is not None and validation.is_due(epoch + 1):
-                position.logs, position.is_stopped = dict(logs), trainer.stop_training
+                position.logs = dict(logs)
                 try:
                     numbers = self._test(validation.data, validation.steps, callbacks)
                 except Exception as error:

@@ -52,8 +52,10 @@ class FitPosition:
         self.is_at_end = False
         #: The logs of the epoch, while it is validated.
         self.logs: dict[str, Any] | None = None
-        #: Whether a callback has stopped the training in that epoch.
-        self.is_stopped = False
+        #: Whether a callback had stopped the training that goes on here.
+        self.was_stopped = False
+        #: Says whether a callback has stopped the running ``fit`` by now.
+        self.is_stopped: Callable[[], bool] | None = None
         #: Names of the metrics that logs show, once a step was made.
         self.shown: list[str] | None = None
         #: The callbacks of the running ``fit``, whose states belong to the position.
@@ -69,7 +71,7 @@ class FitPosition:
             "program": dict(self.program),
             "is_at_end": self.is_at_end,
             "logs": self.logs,
-            "is_stopped": self.is_stopped,
+            "is_stopped": self.was_stopped if self.is_stopped is None else self.is_stopped(),
             "shown": self.shown,
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
         }
@@ -94,7 +96,7 @@ class FitPosition:
                 f"{'; '.join(different)}. Use the same ones, or start anew with another directory."
             )
         self.epoch, self.step, self.is_at_end = state["epoch"], state["step"], state["is_at_end"]
-        self.logs, self.is_stopped = state.get("logs"), state.get("is_stopped", False)  # earlier releases have neither
+        self.logs, self.was_stopped = state.get("logs"), state.get("is_stopped", False)  # earlier releases have neither
         self.iterations, self.seed, self.shown = state["iterations"], state["seed"], state["shown"]
         if self.callbacks is not None:
             self.callbacks.load_state_dict(state["callbacks"])

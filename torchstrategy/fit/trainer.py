@@ -126,12 +126,13 @@ class Trainer:
         self._check_idle("fit", "call train_on_batch")
         self.position, self.dataset = position, dataset
         position.callbacks = callbacks
+        position.is_stopped = lambda: self.stop_training
         self.history = callbacks.history
         self.stop_training = False
 
     def end_fit(self) -> None:
         """Let go of what only a running ``fit`` needs."""
-        self.position.callbacks = self.dataset = None
+        self.position.callbacks = self.dataset = self.position.is_stopped = None
 
     def device_of(self, model: Any) -> torch.device:
         """Return where the model computes: on the strategy's first device, or without a strategy where it is."""

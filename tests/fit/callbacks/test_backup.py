@@ -374,3 +374,55 @@ def test_all_files_go_with_the_last_one(tmp_path, monkeypatch):
     assert len(os.listdir(tmp_path / "backup")) > 3
     fit(tmp_path, backup=BackupAndRestore(tmp_path / "backup", 2))
     assert not (tmp_path / "backup").exists()
+
+
+class StopAfter(Callback):
+    """Stops the training, without a state of its own."""
+
+    def __init__(self, step=None, epoch=None):
+        super().__init__()
+        self.step, self.epoch = step, epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training |= self.model.iterations == self.step
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training |= epoch == self.epoch
+
+
+class EndAt(Callback):
+    """Ends the program as a signal may, after the backup was made or in the validation."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def on_test_batch_end(self, batch, logs=None):
+        if self.where == "validation":
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.where = None
+
+    def on_train_end(self, logs=None):
+        if self.where == "end":
+            raise Interruption
+
+
+@pytest.mark.parametrize("stop", [{"step": 2}, {"step": 6}, {"epoch": 0}, {"epoch": 1}], ids=str)
+@pytest.mark.parametrize("where", ["validation", "end"])
+def test_a_fit_that_a_callback_has_stopped_stays_stopped(tmp_path, stop, where):
+    def train(folder, *callbacks):
+        torch.manual_seed(0)
+        model = ts.Model(torch.nn.Linear(2, 1))
+        model.compile("sgd", "mse")
+        x = torch.arange(16.0).view(8, 2) / 16
+        y = x.sum(1, keepdim=True)
+        backup = BackupAndRestore(folder, 1, delete_checkpoint=False, save_before_preemption=True)
+        every = [StopAfter(**stop), *callbacks, backup]
+        history = model.fit(x, y, validation_data=(x, y), batch_size=2, epochs=5, callbacks=every, verbose=0)
+        return history.history, model.module.weight.tolist()
+
+    whole = train(tmp_path / "whole")
+    with pytest.raises((SystemExit, Interruption)):
+        train(tmp_path / "cut", EndAt(where))
+    assert train(tmp_path / "cut") == whole
+    assert train(tmp_path / "cut") == whole  # it is done

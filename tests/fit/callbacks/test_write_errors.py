@@ -1,6 +1,7 @@
 """A full disk during a save: an error, or a warning and training goes on; what was saved before stays."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -93,3 +94,42 @@ def test_other_errors_are_raised():
 def test_bad_arguments(tmp_path, make):
     with pytest.raises(ValueError, match=r"on_write_error=\.\.\.\) must be 'raise' or 'warn'. Received: 'ignore'"):
         make(str(tmp_path), "ignore")
+
+
+def test_the_best_model_is_the_best_on_the_disk(tmp_path):
+    save = ModelCheckpoint(tmp_path / "best-{epoch}", "loss", save_best_only=True, on_write_error="warn")
+    model = ts.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    full = FullDisk(tmp_path, 1)
+
+    class Free(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            full.end()
+            full.fault = None
+
+        runs_last = True
+
+    class Given(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["loss"] = [5.0, 1.0, 2.0, 3.0][epoch]
+
+    model.fit(torch.ones(2, 2), torch.ones(2, 1), epochs=4, verbose=0, callbacks=[Given(), full, save, Free()])
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["best-1.pt", "best-3.pt"]
+    assert save.best == 2.0
+
+
+def test_preemption_does_not_say_that_it_has_saved(tmp_path):
+    backup = BackupAndRestore(tmp_path, save_before_preemption=True, on_write_error="warn")
+    model = ts.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    send = ts.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGTERM))
+    caught = []
+    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
+    full = FullDisk(tmp_path, 0)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            model.fit(torch.ones(2, 2), torch.ones(2, 1), verbose=0, callbacks=[full, send, backup])
+    finally:
+        full.end()
+        signal.signal(signal.SIGTERM, before)
+    assert caught

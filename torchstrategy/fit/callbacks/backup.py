@@ -210,7 +210,7 @@ class BackupAndRestore(Callback):
     def _is_time(self) -> bool:
         return isinstance(self.save_freq, int) and self._num_batches >= self.save_freq
 
-    def _save(self, *, is_in_turn: bool = True) -> None:
+    def _save(self, *, is_in_turn: bool = True, on_write_error: str | None = None) -> None:
         if is_in_turn:
             self._num_batches = 0
         manager = self._current_manager
@@ -218,7 +218,7 @@ class BackupAndRestore(Callback):
         if metrics.keys() != manager.checkpoint._objects.get("metrics", {}).keys():  # some come with the first batch
             manager.checkpoint.metrics = metrics
         begin = time.monotonic()
-        with passing_over_write_errors(self.on_write_error, "BackupAndRestore"):
+        with passing_over_write_errors(on_write_error or self.on_write_error, "BackupAndRestore"):
             manager.save()
             self._is_saved = True
         if self._stop is not None:
@@ -303,4 +303,4 @@ class BackupAndRestore(Callback):
 
     def _save_if_new(self) -> None:
         if not self._is_saved:
-            self._save(is_in_turn=False)
+            self._save(is_in_turn=False, on_write_error="raise")  # after it there is no training to go on with

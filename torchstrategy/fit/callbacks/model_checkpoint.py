@@ -151,15 +151,18 @@ class ModelCheckpoint(Callback):
         return self._num_batches + (batch - self._last_batch if batch > self._last_batch else batch + 1)
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
+        before = self.best
         if not self._is_wanted(epoch, logs):
             return
         path = self._format(epoch, batch, {} if logs is None else logs)
         self._say(epoch, f"saving the model to {path}")
+        best, self.best = self.best, before  # until it is on the disk
         with passing_over_write_errors(self.on_write_error, "ModelCheckpoint"):
             if self.save_weights_only:
                 write_weights(self.model, path, fence=self._fence)
             else:
                 self.model.save(path)
+            self.best = best
 
     def _is_wanted(self, epoch: int, logs: Logs) -> bool:
         """Say whether the model is to be saved; with ``save_best_only`` this notes the best value."""
