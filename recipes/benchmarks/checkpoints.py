@@ -7,12 +7,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import checks
 import hydra
+import profiles
 import torch
 from comparisons import ratio_cell
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import torchstrategy as ts
@@ -24,14 +27,20 @@ ASYNC = ts.train.CheckpointOptions(enable_async=True)
 def main(config: DictConfig) -> None:
     """Measure everything in one run; print a table."""
     checks.integers(config, "pairs")
+    checks.lists_of_integers(config, "widths")
+    checks.profile(config)
+    run_path = Path(HydraConfig.get().runtime.output_dir)
     print("| MB | synchronous, ms | async over synchronous (95 % interval) | torch.save and fsync over synchronous |")
     print("| --- | --- | --- | --- |")
     for width in config.widths:
-        with tempfile.TemporaryDirectory(dir=config.folder or os.getcwd()) as folder:
-            print(measure(width, config.pairs, folder), flush=True)
+        with (
+            tempfile.TemporaryDirectory(dir=config.folder or run_path) as folder,
+            profiles.make(config, run_path, name=str(width)) as profile,
+        ):
+            print(measure(width, config.pairs, folder, profile), flush=True)
 
 
-def measure(width: int, pairs: int, folder: str) -> str:
+def measure(width: int, pairs: int, folder: str, profile: ts.profiler.Profile) -> str:
     """Return a row of the table."""
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -44,6 +53,7 @@ def measure(width: int, pairs: int, folder: str) -> str:
         took = {"sync": seconds(manager.save), "async": seconds(lambda: manager.save(options=ASYNC))}
         manager.sync()
         took["torch"] = seconds(lambda: save_plain(plain, f"{folder}/plain"))
+        profile.step()
         for name, value in took.items():
             if turn:  # the first finds the memory
                 times[name].append(value)

@@ -106,6 +106,7 @@ def test_wrong_profiles(recipe):
 INTEGERS = {
     "training": ["replicas", "threads", "batch_size", "starts", "pairs", "fewest_steps", "run.calls", "run.steps"],
     "central_storage": ["width", "layers", "steps"],
+    "checkpoints": ["pairs"],
     "model_fit": ["starts", "pairs", "examples", "batch_size", "threads"],
     "input": ["num_examples", "num_files", "pairs", "memory_epochs", "overlap_repeats"],
     "network": ["hosts", "threads", "batch_size", "rounds", "steps", "compute_steps", "fitted_links"],
