@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import pickle
 import zipfile
 import zlib
@@ -31,7 +30,6 @@ __all__ = [
     "DamagedError",
     "check_version",
     "checkpoint_file",
-    "flip_byte_of",
     "named_tensors",
     "read_archive",
     "read_checkpoint",
@@ -217,30 +215,6 @@ def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from named_tensors(f"{name}.{i}", item)
-
-
-def flip_byte_of(path: str | os.PathLike[str], name: str = "") -> None:
-    """Change one byte of a tensor in an archive, as a disk may; for tests of what notices it.
-
-    Args:
-        path: the file that ``torch.save``, ``ts.train.Checkpoint`` or a model's ``save`` wrote.
-        name: the tensor's name, or the end of it, such as ``"weight"``; the first one that ends so, with more than one
-            byte.
-
-    Raises:
-        ValueError: there is no such tensor.
-    """
-    with open(path, "r+b") as file:
-        content = file.read()
-        for found, tensor in named_tensors("", torch.load(path, map_location="cpu", weights_only=True)):
-            if not found.endswith(name) or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() < 2:
-                continue
-            data = bytes(tensor.untyped_storage())
-            place = content.find(data) + len(data) // 2
-            file.seek(place)
-            file.write(bytes([content[place] ^ 1]))
-            return
-    raise ValueError(f"{os.fspath(path)} holds no tensor whose name ends in {name!r}.")
 
 
 def _check_kind(path: str, local: str, what: str, remedy: str) -> None:

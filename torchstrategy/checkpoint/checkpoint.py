@@ -137,8 +137,7 @@ class Checkpoint(Group):
                 that is never aggregated.
         """
         is_async = takes_async(options)
-        if self._pending is not None:
-            self._finish(self._strategy())  # whose number is free again if it has failed
+        self._finish()  # whose number is free again if it has failed
         path = f"{os.fspath(file_prefix)}-{self._save_counter + 1}"
         name = os.path.basename(path)
         self._save_as(path, Index({name: time.time()}), is_async=is_async)
@@ -230,7 +229,7 @@ class Checkpoint(Group):
         path = os.fspath(save_path)
         tracked = self._track()
         strategy = strategy_of(tracked)
-        self._finish(strategy)
+        self._finish()
         content: dict[str, Any] = {}
         plans: dict[str, Plan] = {}
         error: Exception | None = None
@@ -268,11 +267,10 @@ class Checkpoint(Group):
         Raises:
             RuntimeError: it could not be written, on whatever process.
         """
-        if self._pending is not None:
-            self._finish(self._strategy())
+        self._finish()
         self._background.release()
 
-    def _finish(self, strategy: Any) -> None:
+    def _finish(self) -> None:
         """Wait for an asynchronous save, and raise on all processes if it failed."""
         if self._pending is None:
             return
@@ -280,7 +278,7 @@ class Checkpoint(Group):
         failure, is_told = self._background.finish()
         is_written = False
         try:
-            is_written = agree_on_write(strategy, path, failure, is_told=is_told)
+            is_written = agree_on_write(self._strategy(), path, failure, is_told=is_told)
         finally:
             if not is_written:
                 undo()
@@ -362,7 +360,7 @@ class Checkpoint(Group):
         _require_cross_replica("Checkpoint.save or write was called")
         tracked = self._track()
         strategy = strategy_of(tracked)
-        self._finish(strategy)
+        self._finish()
         strategy._before_capture()
         # What needs all processes comes first: after it they write one after another, and report what went wrong.
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchstrategy import errors
@@ -31,6 +32,11 @@ class Order(NamedTuple):
 
     attempt: int = 0
     sequence: int = 0
+
+    @classmethod
+    def said_by(cls, content: Mapping[str, Any]) -> Order:
+        """Return the order that a seal or an index says; the first if none."""
+        return cls(int(content.get("attempt", 0)), int(content.get("sequence", 0)))
 
 
 class Index(NamedTuple):
@@ -70,13 +76,13 @@ def index_path(directory: str, filename: str | None = None) -> str:
 def read_index(directory: str, filename: str | None = None, *, may_be_gone: bool = False) -> Index | None:
     """Return what there is in a directory, or ``None`` if nothing is and nothing was.
 
+    Files that the index does not know, because a process was killed between the two or because the index is lost, torn
+    or old, are taken up; a log line says so. So it does of files that are gone.
+
     Args:
         directory: the directory.
         filename: name of the index; ``None`` means ``checkpoint``.
         may_be_gone: whether ``None`` also stands for an index all of whose checkpoints are gone.
-
-    Files that the index does not know, because a process was killed between the two or because the index is lost, torn
-    or old, are taken up; a log line says so. So it does of files that are gone.
 
     Raises:
         DataLossError: the index names files outside the directory, or all that it names are gone.
@@ -178,8 +184,7 @@ def _files(directory: str, names: set[str], *, with_old: bool) -> dict[str, _Fil
         try:
             seal = _known_seal(path)
             if seal is not None and "attempt" in seal:
-                order = Order(int(seal["attempt"]), int(seal["sequence"]))
-                found[name] = _File(order, float(seal["written"]), str(seal["writer"]))
+                found[name] = _File(Order.said_by(seal), float(seal["written"]), str(seal["writer"]))
             elif seal is None and with_old and (number := _number(directory, name)) is not None:
                 # Not by the file's time, which a copy changes.
                 found[name] = _File(Order(0, number), os.stat(path).st_mtime, "")
@@ -248,12 +253,11 @@ def read_alone(directory: str, filename: str | None = None) -> tuple[Index | Non
         with open_file(path) as file:
             content = json.loads(file.read())
         written = {str(name): float(t) for name, t in content["written"].items()}
-        order = Order(int(content.get("attempt", 0)), int(content.get("sequence", 0)))
         preserved = content["last_preserved"]
         index = Index(
             written,
             None if preserved is None else float(preserved),
-            order,
+            Order.said_by(content),
             str(content.get("writer", "")),
             superfluous=tuple(map(str, content.get("superfluous", ()))),
         )

@@ -40,7 +40,7 @@ class Fence:
             index = read_or_rebuild(self.directory, with_old=False)
         except (OSError, errors.DataLossError):  # a checkpoint may be restored by its path; nothing can be saved here
             index = None
-        self._attempt, self._writer = (index.order.attempt, index.writer) if index else (0, "")
+        self._known = (index.order.attempt, index.writer) if index else (0, "")
 
     def check(self) -> None:
         """Check that nobody else has written since.
@@ -65,7 +65,7 @@ class Fence:
 
     def note(self, order: Order) -> None:
         """Note that this writer has written."""
-        self._attempt, self._writer = order.attempt, _writer()
+        self._known = order.attempt, _writer()
 
     def _require(self, index: Index | None) -> None:
         if index is None or index.writer == _writer() or (index.order.attempt, index.writer) == self._known:
@@ -73,13 +73,9 @@ class Fence:
         raise errors.FailedPreconditionError(
             f"Nothing is saved to {self.directory}: {index.writer or 'another program'} has saved {index.latest} there "
             f"in the meantime, as attempt {index.order.attempt} of the job, and this process ({_writer()}) knew of "
-            f"attempt {self._attempt} only. If the job was started again elsewhere, end this process. If two jobs "
+            f"attempt {self._known[0]} only. If the job was started again elsewhere, end this process. If two jobs "
             "write there, give each a directory of its own."
         )
-
-    @property
-    def _known(self) -> tuple[int, str]:
-        return self._attempt, self._writer
 
 
 def publish(
@@ -150,7 +146,7 @@ def _take_back(directory: str, name: str, order: Order) -> None:
         seal = read_seal(path)
         index, _ = read_alone(directory)
         is_known = index is not None and name in index.written and index.order >= order
-        if seal is not None and _order_of(seal) == order and seal.get("writer") == _writer() and not is_known:
+        if seal is not None and Order.said_by(seal) == order and seal.get("writer") == _writer() and not is_known:
             delete_file(path)
 
 
@@ -158,17 +154,13 @@ def _delete(path: str, order: Order) -> None:
     """Delete an old checkpoint, unless the file is another one of its name: of a later attempt, or of ``write``."""
     try:
         seal = read_seal(path)
-        if seal is not None and not Order() < _order_of(seal) < order:
+        if seal is not None and not Order() < Order.said_by(seal) < order:
             return
         delete_file(path)
     except FileNotFoundError:
         pass  # the program has deleted it, as tf's tutorial for several workers does
     except (OSError, ValueError) as error:  # the new checkpoint is complete; an old one that stays only takes room
         logger.warning("Could not delete the old checkpoint %s: %s", path, error)
-
-
-def _order_of(seal: dict[str, Any] | None) -> Order:
-    return Order() if seal is None else Order(int(seal.get("attempt", 0)), int(seal.get("sequence", 0)))
 
 
 def _writer() -> str:

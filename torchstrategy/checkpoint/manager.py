@@ -146,8 +146,7 @@ class CheckpointManager:
         step = None if self._interval is None else int(self._step_counter)
         if check_interval and self._is_too_early(step):
             return None
-        if self._checkpoint._pending is not None:
-            self._checkpoint._finish(self._checkpoint._strategy())  # which may take one away from those that count
+        self._checkpoint._finish()  # which may take one away from those that count
         number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
         name = f"{self._name}-{number}"
         times = {n: t for n, t in self._times.items() if n != name} | {name: time.time()}

@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from torchstrategy.checkpoint.archive import flip_byte_of
+import torch
+
+from torchstrategy.checkpoint.archive import named_tensors
 
 __all__ = ["Fault", "file_fault", "flip_byte_of"]
 
@@ -112,6 +114,30 @@ def file_fault(
         builtins.open, io.open = faults.plain_open, faults.plain_open
         for module, name, function in saved:
             setattr(module, name, function)
+
+
+def flip_byte_of(path: str | os.PathLike[str], name: str = "") -> None:
+    """Change one byte of a tensor in an archive, as a disk may; for tests of what notices it.
+
+    Args:
+        path: the file that ``torch.save``, ``ts.train.Checkpoint`` or a model's ``save`` wrote.
+        name: the tensor's name, or the end of it, such as ``"weight"``; the first one that ends so, with more than one
+            byte.
+
+    Raises:
+        ValueError: there is no such tensor.
+    """
+    with open(path, "r+b") as file:
+        content = file.read()
+        for found, tensor in named_tensors("", torch.load(path, map_location="cpu", weights_only=True)):
+            if not found.endswith(name) or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() < 2:
+                continue
+            data = bytes(tensor.untyped_storage())
+            place = content.find(data) + len(data) // 2
+            file.seek(place)
+            file.write(bytes([content[place] ^ 1]))
+            return
+    raise ValueError(f"{os.fspath(path)} holds no tensor whose name ends in {name!r}.")
 
 
 #: Functions that change files, whose first argument is a path or a descriptor.
