@@ -57,7 +57,7 @@ def content(service):
             "needs a str 'method'",
         ),
         (Message("read", {"parts": []}), ValueError, "needs 1 parts"),
-        (Message("read", {"parts": [[0, 0, 2, 4]]}), ValueError, "read from its beginning"),
+        (Message("read", {"parts": [[0, 0, 2, 4]]}), NotFoundError, "read from its beginning"),
         (Message("read", {"parts": [[0, 0, 0, 9]]}), ValueError, "8 elements has none from 0 to 9"),
         (Message("read", {"parts": [[0, 0, 0, -1]]}), ValueError, "none from 0 to -1"),
         (Message("write", {"parts": [[0, 0, 4]]}, (torch.zeros(5),)), ValueError, "8 elements"),
@@ -177,10 +177,33 @@ def test_lost_clients_leave_no_snapshots():
     other = SimpleNamespace(id="t", is_valid=True, role="coordinator")
     service.tensor(other, Message("read", {"parts": [[0, 0, 0, 4]]}))
     service.lost(SESSION)
-    with pytest.raises(ValueError, match="from its beginning"):
+    with pytest.raises(NotFoundError, match="from its beginning"):
         service.tensor(SESSION, Message("read", {"parts": [[0, 0, 4, 8]]}))
     assert service.tensor(other, Message("read", {"parts": [[0, 0, 4, 8]]})).tensors[0].tolist() == [1.0] * 4
     assert not service._held.snapshots
+
+
+def test_a_change_that_is_asked_for_again_is_made_once():
+    service = make_service()
+
+    def add(number, client="a", amount=1.0):
+        session = SimpleNamespace(id="s", is_valid=True, role="coordinator", hello={"client": client})
+        fields = {"parts": [[0, 0, "assign_add"]], "once": number}
+        return service.tensor(session, Message("update", fields, (torch.full((4, 2), amount),))).fields["versions"]
+
+    first = add(1)
+    assert add(1) == first
+    assert content(service) == (first, [[2.0, 2.0]] * 4)
+    add(2)
+    add(2, client="b")
+    assert content(service)[1] == [[4.0, 4.0]] * 4
+    with pytest.raises(ValueError, match="shape"):
+        service.tensor(
+            SimpleNamespace(id="s", role="coordinator", hello={"client": "a"}),
+            Message("update", {"parts": [[0, 0, "assign_add"]], "once": 3}, (torch.ones(3),)),
+        )
+    add(3)  # what has failed was not made
+    assert content(service)[1] == [[5.0, 5.0]] * 4
 
 
 def test_definitions_do_not_hold_up_the_control_thread():

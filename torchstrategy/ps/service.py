@@ -15,6 +15,9 @@ is checked, so that a wrong request is an error for who sent it and nothing else
 - ``state`` ``optimizer``, ``parts [[variable, part]]``: ``states`` and their tensors
 - ``load_state`` ``optimizer``, ``parts [[variable, part]]``, ``states`` and their tensors
 
+What changes something may have a field ``once``, a number: a request of the same client and kind with the number of its
+last one is that one again, whose reply was lost, and gets the same reply.
+
 On control connections, which are encrypted, because what they bring is unpickled:
 
 - ``optimizer`` ``optimizer``, ``sharded [variable]``, blob: see ``Definition.load``
@@ -50,6 +53,21 @@ class _Held:
         self.store = ParameterStore()
         self.optimizers: dict[int, ServedOptimizer] = {}
         self.snapshots: dict[tuple[str, Key], Tensor] = {}
+        self.defining = threading.Lock()
+        #: By client and kind the number and the reply of the last request that had one.
+        self._replies: dict[tuple[str, str], tuple[int, Message]] = {}
+
+    def once(self, answer: Callable[[], Message], session: Session, message: Message) -> Message:
+        """Answer a request, unless that was done: calls of a client's earlier connection have ended by now."""
+        number = message.fields.get("once")
+        if number is None:
+            return answer()
+        key = str(session.hello["client"]), message.kind
+        known, reply = self._replies.get(key, (None, None))
+        if reply is None or known != number:
+            reply = answer()
+            self._replies[key] = (number, reply)
+        return reply
 
     def optimizer(self, message: Message) -> ServedOptimizer:
         number = _field(message, "optimizer", int)
@@ -104,7 +122,7 @@ class ParameterService:
         held = self._held  # before the check: a training may begin after it
         if session.role in SHARING_ROLES:
             self.training.check(session)
-        return answer(held, session, message)
+        return held.once(lambda: answer(held, session, message), session, message)
 
     def control(self, session: Session, message: Message) -> Message | None:
         """Answer later, because unpickling a definition may import packages for seconds.
@@ -121,13 +139,18 @@ class ParameterService:
             raise ValueError(f"A parameter server knows no control request {message.kind!r}.")
         held = self._held
 
+        def apply() -> Message:
+            answer(held, message)
+            return Message("ok", {})
+
         def reply() -> None:
             try:
-                answer(held, message)
+                with held.defining:  # the same again waits for its first time
+                    answered = held.once(apply, session, message)
             except Exception as error:  # noqa: BLE001 - it is the client's
                 session.reply(message.number, error_message(error))
             else:
-                session.reply(message.number, Message("ok", {}))
+                session.reply(message.number, answered)
 
         threading.Thread(target=reply, name=f"ps-{message.kind}", daemon=True).start()
         return None
@@ -200,7 +223,7 @@ def _read(held: _Held, session: Session, message: Message) -> Message:
         held.snapshots[name] = held.store.snapshot(name[1])
     snapshot = held.snapshots.get(name)
     if snapshot is None:
-        raise ValueError(f"Part {part} of variable {variable} is read from its beginning.")
+        raise NotFoundError(f"Part {part} of variable {variable} is read from its beginning.")
     if not 0 <= first <= stop <= len(snapshot):
         raise ValueError(f"A part of {len(snapshot)} elements has none from {first} to {stop}.")
     if stop == len(snapshot):

@@ -16,6 +16,7 @@ from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
 from torchstrategy.ps.transport.messages import FencedError, Message, RefusedError
+from torchstrategy.ps.transport.sockets import is_refused
 
 
 @pytest.fixture
@@ -172,13 +173,28 @@ def test_a_server_that_goes_and_comes_back(loop):
     assert isinstance(replies.get(timeout=WAIT_S), UnavailableError)
     with pytest.raises(UnavailableError, match="lost"):
         channel.call(Message("echo", {}))
+    wait_until(lambda: peer.is_gone)
     with serving(first.address) as (second, _):
         event, welcome = handler.next_event()
         assert (event, welcome["server"]) == ("ready", second.incarnation)
+        assert not peer.is_gone
         assert second.incarnation != first.incarnation
         assert peer.call(Message("echo", {"a": 1})).fields == {"a": 1}
         with channel_to(peer) as channel:
             assert channel.call(Message("echo", {"a": 2})).fields == {"a": 2}
+
+
+def test_a_server_that_is_silent_is_not_gone(loop):
+    """Something listens at its address, as at that of a process that is stopped."""
+    with serving() as (listener, _):
+        peer, handler = connected(loop, listener.address)
+    with socket.create_server(("127.0.0.1", peer._port)):
+        assert handler.next_event()[0] == "lost"
+        seen = []
+        loop.call_soon(lambda: seen.append(is_refused(peer._end_point)))
+        wait_until(lambda: seen)
+        assert seen == [False]
+    assert is_refused(peer._end_point)
 
 
 def test_a_server_that_comes_later(loop):
@@ -440,6 +456,39 @@ def test_a_new_coordinator_waits_for_the_old_ones_calls(server, loop):
     order = [service.next_event() for _ in range(3)]
     assert sorted(order) == [("admit", 2), ("lost", 1), ("superseded", 2)]
     assert order.index(("superseded", 2)) < order.index(("admit", 2))
+
+
+def test_a_client_that_is_back_waits_for_its_own_calls(server, loop):
+    """What it asks for again is asked for after that."""
+    listener, service = server
+    peer, handler = connected(loop, listener.address)
+    channel = TensorChannel(peer)
+    channel.send(Message("wait", {}))
+    assert [service.next_event() for _ in range(2)] == [("admit", 1), ("waiting", 1)]
+    loop.call_soon(lambda: peer._lose("by the test"))
+    assert handler.next_event() == ("lost", "by the test")
+    with pytest.raises(queue.Empty):
+        handler.events.get(timeout=0.2)
+    service.gate.set()
+    assert handler.next_event()[0] == "ready"
+
+
+def test_a_client_that_is_back_before_its_end_was_seen(loop):
+    """A hello drops the client's earlier session."""
+    with serving() as (listener, service):
+        peer, _ = connected(loop, listener.address)
+        other, other_handler = connect(loop, listener.address)
+        assert other_handler.next_event()[0] == "ready"
+        channel = TensorChannel(peer)
+        channel.send(Message("wait", {}))
+        assert [service.next_event() for _ in range(3)] == [("admit", 1), ("admit", 1), ("waiting", 1)]
+        other._hello["client"] = peer._hello["client"]
+        loop.call_soon(lambda: other._lose("by the test"))
+        assert other_handler.next_event()[0] == "lost"
+        with pytest.raises(queue.Empty):
+            other_handler.events.get(timeout=0.2)
+        service.gate.set()
+        assert other_handler.next_event()[0] == "ready"
 
 
 def test_a_message_on_its_way_when_the_coordinator_changes(server, loop):

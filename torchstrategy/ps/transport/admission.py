@@ -6,8 +6,6 @@ with a larger number takes the server over; all that older sessions still send i
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from torchstrategy.base.log import logger
 from torchstrategy.ps.transport.client_session import Service, Session
 from torchstrategy.ps.transport.limits import RefusalLog
 from torchstrategy.ps.transport.messages import FencedError, Message, RefusedError, error_message
+from torchstrategy.ps.transport.sockets import remote_end
 from torchstrategy.ps.transport.tensor_server import TensorServer
 
 __all__ = ["Admission"]
@@ -24,7 +23,7 @@ _MAX_INCARNATION = 1 << 63
 
 class _Connection:
     def __init__(self, descriptor: int) -> None:
-        self.host = _peer_host(descriptor)
+        self.host = str((remote_end(descriptor) or ("an unknown host",))[0])
         self.is_open = True
         self.identity: bytes | None = None
 
@@ -131,7 +130,13 @@ class Admission:
             self._refuse_old(incarnation, host)
         if self._newest is None or incarnation > self._newest:
             self._supersede(incarnation)
+        self._drop_client(message.fields["client"])  # now, so that what it still runs there has ended before it goes on
         self._waiting.append(_Hello(identity, message, host))
+
+    def _drop_client(self, client: str) -> None:
+        for identity, session in list(self._sessions.items()):
+            if session.hello["client"] == client:
+                self._drop(identity, "its client has connected anew")
 
     def go_on(self) -> None:
         """Answer the hellos that wait, unless calls of older sessions still run."""
@@ -164,9 +169,7 @@ class Admission:
         if self._is_superseded:
             self._service.superseded(int(fields["incarnation"]))
             self._is_superseded = False
-        for identity, session in list(self._sessions.items()):
-            if session.hello["client"] == fields["client"]:
-                self._drop(identity, "its client has connected anew")
+        self._drop_client(fields["client"])
         session = Session(fields, hello.identity, hello.host, self._post)
         session.count(hello.message.number)
         welcome = {**self._service.admit(fields), "server": self._incarnation}
@@ -186,13 +189,3 @@ def _checked(hello: Mapping[str, Any]) -> int:
     if not isinstance(hello.get("role"), str) or not isinstance(hello.get("client"), str):
         raise RefusedError("A hello needs a role and a client, both strings.")
     return incarnation
-
-
-def _peer_host(descriptor: int) -> str:
-    with contextlib.suppress(OSError):  # closed again
-        connection = socket.socket(fileno=descriptor)
-        try:
-            return str(connection.getpeername()[0])
-        finally:
-            connection.detach()
-    return "an unknown host"

@@ -17,7 +17,7 @@ from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode, raise_error
 from torchstrategy.ps.transport.secret import Secret
-from torchstrategy.ps.transport.sockets import Monitor, close_sockets, failure, zmq
+from torchstrategy.ps.transport.sockets import Monitor, close_sockets, failure, is_refused, remote_end, zmq
 
 __all__ = ["Callback", "Handler", "Peer"]
 
@@ -98,6 +98,8 @@ class Peer:
         self.address = address
         #: Why it is not ready, in words.
         self.reason = "nothing has answered yet"
+        #: Whether it was lost and its host says that nothing listens there: its process has ended.
+        self.is_gone = False
         #: What tensor channels need, from the last welcome.
         self.connection: dict[str, Any] = {}
         self._host, self._port = addresses.split_address(address, "a server")
@@ -111,6 +113,7 @@ class Peer:
         self._socket: Any = None
         self._monitor: Any = None
         self._descriptors: dict[int, int] = {}
+        self._end_point: tuple[Any, ...] | None = None  # of the last connection
         self._has_warned = False
         self._num_cut = 0
         self._lock = threading.Lock()
@@ -254,6 +257,9 @@ class Peer:
         for event in list(self._monitor.events()):
             if event.kind == zmq.EVENT_CONNECTED:
                 self._descriptors[event.value] = self._port
+                end = remote_end(event.value)
+                if end is not None and end[1] == self._port:  # else the descriptor stands for another one by now
+                    self._end_point = end
                 self.reason = "the connection was made but not answered yet"
             elif event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 with self._order:
@@ -267,6 +273,8 @@ class Peer:
                 return
             elif event.kind == zmq.EVENT_CLOSED:
                 self.reason = "nothing listens there, or it can't be reached"
+                if self._state is PeerState.LOST and self._end_point is not None and not self.is_gone:
+                    self.is_gone = is_refused(self._end_point)
             else:
                 self._not_trusted(failure(event))
 
@@ -353,7 +361,7 @@ class Peer:
             self.connection = message.fields["connection"]
             with self._lock:
                 self._state = follow(self._state, PeerState.READY)
-            self._has_warned = False
+            self._has_warned = self.is_gone = False
             self._num_cut = 0
             _tell(self._handler.ready, self, message.fields["welcome"])
         else:

@@ -7,6 +7,7 @@ a dead server's port in use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -22,6 +23,8 @@ __all__ = [
     "close_sockets",
     "cloudpickle",
     "failure",
+    "is_refused",
+    "remote_end",
     "require",
     "z85",
     "zmq",
@@ -113,6 +116,34 @@ def close_sockets(ports: Mapping[int, int]) -> None:
                 found.close()
             else:
                 found.detach()
+
+
+def remote_end(descriptor: int) -> tuple[Any, ...] | None:
+    """Return the address of a TCP connection's other end, ``None`` if it is closed again."""
+    with contextlib.suppress(OSError):
+        connection = socket.socket(fileno=descriptor)
+        try:
+            name = connection.getpeername()
+            return name if isinstance(name, tuple) else None
+        finally:
+            connection.detach()
+    return None
+
+
+_PROBE_S = 0.1
+
+
+def is_refused(address: tuple[Any, ...]) -> bool:
+    """Say whether a host answers that nothing listens at an address; no answer within a moment says nothing.
+
+    Args:
+        address: as ``remote_end`` returns it, so that no name is looked up.
+    """
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as connection:
+        connection.settimeout(_PROBE_S)
+        return connection.connect_ex(address) == errno.ECONNREFUSED
+    return False  # out of descriptors
 
 
 def _port(name: Callable[[], object]) -> int:
