@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.labels import label
-from torchstrategy.errors import UnavailableError
+from torchstrategy.errors import NotFoundError, UnavailableError
 from torchstrategy.ps.layout import Place, Requests, VariableSpec, add_sparse, by_part
+from torchstrategy.ps.links import ServerLink
 from torchstrategy.ps.optimizer_states import JoinedState, cut_state, pack_state, unpack_state
 from torchstrategy.ps.store import check_divisor, check_rows, check_value, copy_bytes
 from torchstrategy.ps.transport.messages import BufferPool, Header, Message
 
 if TYPE_CHECKING:
-    from torchstrategy.ps.links import ServerLink
     from torchstrategy.ps.transport.channel import TensorChannel
 
 __all__ = ["ParameterClient"]
@@ -282,10 +282,22 @@ class ParameterClient:
         check_value(spec.name, spec.shape, spec.dtype, out)
         for index, part in enumerate(spec.parts):
             flat = spec.cut(out, index).view(-1)
-            for first, stop in _pieces(flat, chunk_bytes):
-                requests = Requests()
-                requests.add(part.ps, (spec.id, index), first, stop)
-                copy_bytes(flat[first:stop], self._ask("read", requests)[part.ps].tensors[0])
+            while not self._read_part(spec, index, part.ps, flat, chunk_bytes):
+                pass
+
+    def _read_part(self, spec: VariableSpec, index: int, ps: int, flat: Tensor, chunk_bytes: int) -> bool:
+        """Read a part piece by piece; ``False`` if the server, which was out of reach, has let go of the snapshot."""
+        for first, stop in _pieces(flat, chunk_bytes):
+            requests = Requests()
+            requests.add(ps, (spec.id, index), first, stop)
+            try:
+                reply = self._ask("read", requests)[ps]
+            except NotFoundError:
+                if first == 0:
+                    raise
+                return False
+            copy_bytes(flat[first:stop], reply.tensors[0])
+        return True
 
     def write_from(self, spec: VariableSpec, value: Tensor, chunk_bytes: int = _CHUNK_BYTES) -> None:
         """Overwrite a variable piece by piece; it is mixed of old and new until all is written.
@@ -400,7 +412,7 @@ class ParameterClient:
     def _tell_all(self, message: Message) -> None:
         for ps, channel in enumerate(self._channels):
             try:
-                channel.peer.call(message)
+                channel.call(message) if isinstance(channel, ServerLink) else channel.peer.call(message)
             except Exception as error:  # noqa: BLE001 - raised with the task's name
                 self._raise(ps, error)
 

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from torchstrategy.base.log import logger
 from torchstrategy.base.names import dtype_name
 from torchstrategy.errors import DeadlineExceededError, UnavailableError
+from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.control_loop import ControlLoop, Peer
-from torchstrategy.ps.transport.messages import Message
+from torchstrategy.ps.transport.messages import Message, RefusedError
 from torchstrategy.ps.transport.wires import Into
 
 __all__ = [
     "SECONDS_BETWEEN_LINES",
     "SECONDS_TO_FIRST_LINE",
     "ServerLink",
+    "grace_seconds",
+    "number_from",
     "set_default_dtype",
     "wait_for_servers",
 ]
 
 #: When a process that waits for another one logs what it waits for.
 SECONDS_TO_FIRST_LINE, SECONDS_BETWEEN_LINES = 10.0, 30.0
+#: The same of a server that was there: it is seldom away for long.
+_SECONDS_TO_LINE_OF_AWAY = 3.0
 _ASK_S = 1.0
+_POLL_S = 0.05
+_MAX_TRIES = 3
+_GRACE_S = 30.0
+#: Requests that change something. A server does one that was sent again, because its reply was lost, once.
+_CHANGES = frozenset({"create", "update", "scatter", "write", "push", "load_state", "optimizer", "hyper"})
+_T = TypeVar("_T")
 _REMEDY = "Start the coordinator's program again, and restore the last checkpoint."
 
 
@@ -44,22 +58,68 @@ def set_default_dtype(name: Any) -> None:
     torch.set_default_dtype(dtype)
 
 
+def number_from(variable: str, default: float) -> float:
+    """Return the number that an environment variable has.
+
+    Raises:
+        ValueError: it is none, or negative.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{variable} must be a number, at least 0. Received: {text!r}")
+    return value
+
+
+def grace_seconds(seconds: float | None = None) -> float:
+    """Return for how long a parameter server that is out of reach is waited for.
+
+    Args:
+        seconds: what the program says; ``None`` takes ``TORCHSTRATEGY_PS_GRACE_S``, by default 30.
+
+    Raises:
+        ValueError: it is no number, or negative.
+    """
+    if seconds is None:
+        return number_from("TORCHSTRATEGY_PS_GRACE_S", _GRACE_S)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
+        raise ValueError(f"ps_grace_s must be None or a number of seconds, at least 0. Received: {seconds!r}")
+    return float(seconds)
+
+
 class ServerLink:
     """Sends requests to a parameter server; its tensor channel is made anew after the server was out of reach.
 
     A server process that has taken another one's place has none of the variables: to it nothing is sent.
 
+    With a grace time the calling thread waits for a server that is out of reach, and asks again what was not answered.
+    What changes something carries a number, ``once``, so that the server does it once.
+
     Args:
         index: the server's index in the job ``ps``.
         address: its address.
         incarnation: of the process that has the variables; ``None`` takes the first one that answers.
+        grace_s: for how many seconds the server is waited for when it is out of reach; 0 for not at all.
+        reconnect_s: the same where nothing is asked for again: what is sent waits for the connection, which is often
+            there in a moment.
     """
 
     peer: Peer
     #: What to do when the server's variables are gone.
     remedy = _REMEDY
 
-    def __init__(self, index: int, address: str, incarnation: str | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        incarnation: str | None = None,
+        *,
+        grace_s: float = 0.0,
+        reconnect_s: float = 0.0,
+    ) -> None:
         self.address = address
         self.name = f"/job:ps/task:{index} at {address}"
         self.incarnation = incarnation
@@ -71,7 +131,13 @@ class ServerLink:
         self._gone: str | None = None
         #: Why the connection was lost, while it is.
         self._lost: str | None = None
+        self._lost_at = 0.0
+        self._grace_s = grace_s
+        self._reconnect_s = reconnect_s
+        self._is_asked = False
         self._channel: TensorChannel | None = None
+        self._numbers = itertools.count(1)
+        self._request: Message | None = None
 
     def connect(self, loop: ControlLoop, hello: Mapping[str, Any], **options: Any) -> None:
         """Begin to connect.
@@ -87,12 +153,36 @@ class ServerLink:
 
     @property
     def failure(self) -> UnavailableError | None:
-        """Why the server can't be used now, or ``None``."""
+        """Why the server can't be used, or ``None``, also while it is waited for."""
         if self._gone is not None:
             return UnavailableError(f"{self.name} {self._gone.rstrip('.')}.")
-        if self._lost is not None:
-            return UnavailableError(f"{self.name} can't be reached: {self._lost.rstrip('.')}. {self.remedy}")
-        return None
+        lost = self._lost
+        if lost is None or self.is_away:
+            return None
+        why = lost.rstrip(".")
+        if self.peer.is_gone:
+            why += "; nothing listens there any more"
+        elif self._grace_s:
+            why += f". It was waited for in vain for {self._grace_s:g} seconds"
+        return UnavailableError(f"{self.name} can't be reached: {why}. {self.remedy}")
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the server is out of reach, but may be back in time with its variables."""
+        if self._gone is not None or not self._grace_s:
+            return False
+        if self._lost is None:
+            return self._is_asked
+        return not self.peer.is_gone and time.monotonic() < self._lost_at + self._grace_s
+
+    def ask(self) -> None:
+        """Ask whether the server is there, which a worker can't reach; it is away until it has answered."""
+        if self._grace_s and not self._is_asked:
+            self._is_asked = True
+            self.peer.request(Message("ping", {}), self._was_asked)
+
+    def _was_asked(self, _: Message | Exception) -> None:
+        self._is_asked = False  # if it was lost meanwhile, that is known
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the server has answered in any way, and say whether it has."""
@@ -109,28 +199,112 @@ class ServerLink:
         Raises:
             UnavailableError: the server is gone, or another one is in its place.
         """
-        self._check()
-        if self._channel is not None:
-            try:
-                return self._channel.send(message)
-            except UnavailableError:
-                self._channel = None  # it broke since the last request; the server may be back
-        try:
-            self._channel = TensorChannel(self.peer)
-        except UnavailableError:
-            self._ask_why()
-            raise
-        return self._channel.send(message)
+        message = self._request = self._numbered(message)
+        self._persist(lambda: self._send(message))
 
     def receive(self, timeout_seconds: float | None = None, into: Into | None = None) -> Message:
         """Wait for the reply, see ``TensorChannel``."""
         if self._channel is None:
             raise RuntimeError("There is nothing to receive: no request was sent.")
+        request = self._request
         try:
             return self._channel.receive(timeout_seconds, into)
-        except UnavailableError:
+        except UnavailableError as error:
             self._check()
+            if request is None or not self._may_persist(error):
+                raise
+            lost = error
+        return self._persist(lambda: self._send(request).receive(timeout_seconds, into), lost)
+
+    def call(self, message: Message) -> Message:
+        """Send a request over the control connection and wait for the reply, see ``Peer.call``."""
+        self._check()
+        message = self._numbered(message)
+        return self._persist(lambda: self.peer.call(message))
+
+    def _numbered(self, message: Message) -> Message:
+        if not self._grace_s or message.kind not in _CHANGES:
+            return message
+        return message._replace(fields={**message.fields, "once": next(self._numbers)})
+
+    def _persist(self, act: Callable[[], _T], error: UnavailableError | None = None) -> _T:
+        """Do something, and again when a server that was out of reach is back.
+
+        Args:
+            act: what to do.
+            error: which it has ended with already.
+        """
+        num_tries = 0
+        while True:
+            if error is not None:
+                num_tries = 0 if self._wait_until_back(error) else num_tries + 1
+                if num_tries > _MAX_TRIES:
+                    raise error
+            try:
+                return act()
+            except UnavailableError as new:
+                if not self._may_persist(new):
+                    raise
+                error = new
+
+    def _may_persist(self, error: UnavailableError) -> bool:
+        """Say whether it may be waited for the server, after an error that is not its answer."""
+        is_waiting = self._grace_s > 0 and self._gone is None and not self.peer.loop.is_current
+        return is_waiting and not isinstance(error, RefusedError)
+
+    def _wait_until_back(self, error: UnavailableError) -> bool:
+        """Wait until the server answers, and say whether that was not at once.
+
+        Raises:
+            UnavailableError: it is gone, or the grace time is over.
+        """
+        start, seconds = time.monotonic(), _SECONDS_TO_LINE_OF_AWAY
+        is_late = False
+        while not self._is_there():
+            is_late = True
+            failure = self.failure
+            if failure is not None:
+                raise failure from error
+            if self.peer.state is PeerState.CLOSED:
+                raise error
+            if time.monotonic() - start >= seconds:
+                logger.info("Waiting for %s, which is out of reach, for up to %g seconds", self.name, self._grace_s)
+                seconds += SECONDS_BETWEEN_LINES
+            time.sleep(_POLL_S)
+        return is_late
+
+    def _is_there(self) -> bool:
+        replies: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()
+        self.peer.request(Message("ping", {}), replies.put)
+        try:
+            return isinstance(replies.get(timeout=_ASK_S), Message)
+        except queue.Empty:
+            return False
+
+    def _send(self, message: Message) -> TensorChannel:
+        self._check()
+        channel = self._channel
+        if channel is not None:
+            try:
+                channel.send(message)
+            except UnavailableError:
+                self._channel = None  # it broke since the last request; the server may be back
+            else:
+                return channel
+        self._wait_for_connection()
+        try:
+            channel = self._channel = TensorChannel(self.peer)
+        except UnavailableError:
+            self._ask_why()
             raise
+        channel.send(message)
+        return channel
+
+    def _wait_for_connection(self) -> None:
+        deadline = time.monotonic() + self._reconnect_s
+        while self.peer.state is PeerState.LOST and not self.peer.is_gone and time.monotonic() < deadline:
+            self._check()
+            time.sleep(_POLL_S)
 
     def _ask_why(self) -> None:
         """Raise the error of the control connection, which knows more, such as that there is a newer coordinator."""
@@ -155,11 +329,15 @@ class ServerLink:
         if welcome["server"] != self.incarnation:
             self._gone = f"was restarted, and its variables are gone. {self.remedy}"
             peer.close()
+        elif self._lost is not None and self._grace_s:
+            seconds = time.monotonic() - self._lost_at
+            logger.warning("%s is back after %.1f s; its variables are as they were.", self.name, seconds)
         self._lost = None
         self.answered.set()
 
     def lost(self, peer: Peer, reason: str) -> None:  # noqa: ARG002 - of the protocol
         """Note that the connection is gone; the channel breaks by itself."""
+        self._lost_at = time.monotonic()
         self._lost = reason
         logger.warning("Lost %s: %s", self.name, reason)
 

@@ -23,7 +23,7 @@ from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.bindings import Bindings
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import Placer
-from torchstrategy.ps.links import ServerLink, wait_for_servers
+from torchstrategy.ps.links import ServerLink, grace_seconds, wait_for_servers
 from torchstrategy.ps.partitioning import Partitioner
 from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_hosting import ServedHosting
@@ -63,6 +63,9 @@ class ParameterServerStrategy(Strategy):
             more than ``s`` functions before is still running; 0 runs one function at a time, in order. What the
             program assigns to variables acts at once: call ``join`` before.
         timeout_seconds: how long to wait for the parameter servers.
+        ps_grace_s: for how many seconds a parameter server that is out of reach is waited for. If the same process is
+            back by then, so are its variables, and all goes on; 0 makes it an error at once, as is one whose process
+            has ended. ``None`` takes ``TORCHSTRATEGY_PS_GRACE_S``, by default 30.
 
     Raises:
         TypeError: ``cluster_resolver`` is no resolver, or ``variable_partitioner`` can't be called.
@@ -95,6 +98,7 @@ class ParameterServerStrategy(Strategy):
         placement: str = "round_robin",
         max_staleness: int | None = None,
         timeout_seconds: float = 1800.0,
+        ps_grace_s: float | None = None,
     ) -> None:
         spec = _check_cluster(cluster_resolver)
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -106,6 +110,7 @@ class ParameterServerStrategy(Strategy):
             raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}. Received: {placement!r}")
         if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
             raise ValueError(f"max_staleness must be None or an integer of at least 0. Received: {max_staleness!r}")
+        self._ps_grace_s = grace_seconds(ps_grace_s)
         require()
         super().__init__(Placement(1, 0, (torch.device("cpu", 0),)))
         self._task = ("chief", 0)
@@ -270,7 +275,7 @@ class ParameterServerStrategy(Strategy):
             self.hosting.adopt_new()
 
     def _connect(self, index: int) -> ServerLink:
-        link = ServerLink(index, self.cluster_spec.task_address("ps", index))
+        link = ServerLink(index, self.cluster_spec.task_address("ps", index), grace_s=self._ps_grace_s)
         link.connect(self.loop, {"role": "coordinator", "incarnation": self.incarnation}, secret=self.secret)
         return link
 

@@ -21,6 +21,7 @@ from torchstrategy.ps.links import (
     SECONDS_BETWEEN_LINES,
     SECONDS_TO_FIRST_LINE,
     ServerLink,
+    grace_seconds,
     wait_for_servers,
 )
 from torchstrategy.ps.sharing_service import CHIEF, TASK
@@ -126,7 +127,12 @@ class SharingClient(ParameterClient):
 
     def publish(self) -> None:
         """Tell the others, as the chief, that the variables have their values."""
-        _call(self.links[0], Message("publish", {"layout": self.layout.to_json()}))
+        message = Message("publish", {"layout": self.layout.to_json()})
+        try:
+            _call(self.links[0], message)
+        except FencedError:  # the connection is new
+            self._attach()
+            _call(self.links[0], message)
 
     def attach(self, timeout_seconds: float | None = None) -> None:
         """Wait until the chief has published all that this task has made, unless that was done.
@@ -286,7 +292,8 @@ def connect(
         UnavailableError: one refuses this task.
         DeadlineExceededError: one does not answer.
     """
-    links = [SharingLink(index, address) for index, address in enumerate(addresses)]
+    grace_s = grace_seconds()
+    links = [SharingLink(index, address, grace_s=grace_s) for index, address in enumerate(addresses)]
     hello = {"role": CHIEF if is_chief else TASK, "incarnation": 0, "task": task}
     for link in links:
         link.connect(loop, hello, secret=secret)
@@ -309,7 +316,7 @@ def _call(link: SharingLink, message: Message) -> Message:
     failure = link.failure
     if failure is not None:
         raise failure
-    return link.peer.call(message)
+    return link.call(message)
 
 
 def _describe(spec: VariableSpec) -> str:

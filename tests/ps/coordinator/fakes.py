@@ -113,6 +113,8 @@ class FakePeer:
 class FakeBackend:
     def __init__(self):
         self.lost = {}
+        self.away = set()
+        self.asked = []
         self.absorbed = []
         self.dropped = set()
         self.is_closed = False
@@ -130,6 +132,12 @@ class FakeBackend:
         if index is None:
             return next(iter(self.lost.values()), None)
         return self.lost.get(index)
+
+    def is_ps_away(self, index):
+        return bool(self.away) if index is None else index in self.away
+
+    def ask_ps(self, index):
+        self.asked.append(index)
 
 
 class FakeCluster:

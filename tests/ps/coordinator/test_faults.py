@@ -235,6 +235,85 @@ def test_ps_that_is_there_is_tried_again():
         result.fetch()
 
 
+def test_ps_that_is_away_is_waited_for():
+    """However often it fails: it does not count."""
+    fake = FakeCluster(1, max_ps_failures=1)
+    result = fake.schedule()
+    fake.backend.away.add(0)
+    for _ in range(4):
+        fake.peers[0].fail(ts.errors.UnavailableError("timed out"), ps=0)
+        fake.loop.advance(5.0)
+        assert fake.running() == [[]]
+        fake.backend.away.clear()
+        fake.loop.advance(1.0)
+        assert fake.running() == [[0]]
+        fake.backend.away.add(0)
+    fake.peers[0].done(4)
+    fake.queue.join()
+    assert result.fetch() == 4
+    assert fake.backend.asked == []
+
+
+def test_ps_that_is_away_and_does_not_come_back():
+    fake = FakeCluster(1)
+    fake.schedule()
+    fake.backend.away.add(0)
+    fake.peers[0].fail(ts.errors.UnavailableError("timed out"), ps=0)
+    fake.loop.advance(5.0)
+    fake.queue.raise_error()
+    fake.backend.away.clear()
+    fake.backend.lost[0] = ts.errors.UnavailableError("/job:ps/task:0 can't be reached")
+    fake.loop.advance(1.0)
+    fake.peers[0].fail(ts.errors.UnavailableError("timed out"), ps=0)
+    with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:0"):
+        fake.queue.join()
+
+
+def test_ps_that_a_worker_cannot_reach_is_asked():
+    fake = FakeCluster(1)
+    fake.schedule()
+    fake.peers[0].fail(ts.errors.UnavailableError("timed out"), ps=1)
+    assert fake.backend.asked == [1]
+    fake.loop.advance(1.0)
+    finish_all(fake)
+
+
+def test_worker_that_comes_back_while_a_ps_is_away():
+    """The program is told once that the parameter server does not come back."""
+    fake = FakeCluster(1, connect=False)
+    fake.backend.away.add(0)
+    peer = fake.peers[0]
+    peer.connect(prepare=False)
+    failure = error_reply(ts.errors.UnavailableError("no ps 0"))
+    peer.answer("configure", failure)
+    fake.loop.advance(11.0)
+    fake.queue.raise_error()
+    fake.backend.lost[0] = ts.errors.UnavailableError("/job:ps/task:0 can't be reached")
+    peer.answer("configure", failure)
+    with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:0"):
+        fake.queue.raise_error()
+    fake.loop.advance(11.0)
+    peer.answer("configure", failure)
+    fake.queue.raise_error()
+
+
+def test_dataset_that_needs_a_ps_that_is_away():
+    fake = FakeCluster(1, max_ps_failures=1)
+    dataset = make_resource(fake)
+    fake.backend.away.add(0)
+    for _ in range(4):
+        fake.peers[0].answer("resource", error_reply(ts.errors.UnavailableError("timed out")))
+        fake.loop.advance(1.0)
+    fake.queue.raise_error()
+    fake.backend.away.clear()
+    fake.peers[0].answer("resource", error_reply(ts.errors.UnavailableError("timed out")))
+    fake.loop.advance(1.0)
+    fake.queue.raise_error()
+    fake.peers[0].answer("resource", OK)
+    fake.schedule(resources=[dataset._ts_resource_id])
+    finish_all(fake)
+
+
 def test_worker_lost_while_it_waits_to_try_again():
     fake = FakeCluster(1)
     fake.schedule()

@@ -1,4 +1,4 @@
-"""Workers are killed and stopped again and again while functions stream."""
+"""Workers are killed and stopped again and again, and parameter servers stopped, while functions stream."""
 
 import collections
 import multiprocessing
@@ -18,6 +18,7 @@ from tests.ps.faults.jobs import wait_until
 from torchstrategy.base.log import logger
 
 NUM_WORKERS = 3
+NUM_PS = 2
 MAX_PENDING = 100
 MiB = 1 << 20
 
@@ -35,11 +36,15 @@ class Usage:
 
 
 class Chaos(threading.Thread):
-    """Kills one or two random workers, or stops one, and has them back, until so many were hit."""
+    """Kills one or two random workers, or stops one or some parameter servers, until so many tasks were hit.
 
-    def __init__(self, cluster, workers, num_hits: int, seed: int) -> None:
+    All of them come back.
+    """
+
+    def __init__(self, cluster, strategy, workers, num_hits: int, seed: int) -> None:
         super().__init__(daemon=True)
         self._cluster = cluster
+        self._strategy = strategy
         self._workers = workers
         self._random = random.Random(seed)
         self._num_hits = num_hits
@@ -54,10 +59,14 @@ class Chaos(threading.Thread):
         try:
             while self.num_hits < self._num_hits:
                 time.sleep(self._random.uniform(0.0, 0.3))
-                kind = self._random.choices(["kill", "kill two", "stop"], [0.75, 0.15, 0.1])[0]
-                hit = self._random.sample(range(NUM_WORKERS), 2 if kind == "kill two" else 1)
+                kinds = {"kill": self._kill, "kill two": self._kill, "stop": self._halt, "stop ps": self._halt_ps}
+                kind = self._random.choices(list(kinds), [0.7, 0.14, 0.09, 0.07])[0]
+                if kind == "stop ps":
+                    hit = self._random.sample(range(NUM_PS), self._random.randint(1, NUM_PS))
+                else:
+                    hit = self._random.sample(range(NUM_WORKERS), 2 if kind == "kill two" else 1)
                 self.hits[kind] += len(hit)
-                self._halt(hit[0]) if kind == "stop" else self._kill(hit)
+                kinds[kind](hit)
         except BaseException as error:  # noqa: BLE001 - for the test's thread
             self.error = error
 
@@ -70,11 +79,19 @@ class Chaos(threading.Thread):
         if self._random.random() < 0.5:  # else the next ones may go before these are back
             self._wait_for(hit)
 
-    def _halt(self, index) -> None:
-        self._cluster.stop_signal("worker", index)
+    def _halt(self, hit, job="worker") -> None:
+        for index in hit:
+            self._cluster.stop_signal(job, index)
         time.sleep(self._random.uniform(0.2, 1.5) * HEARTBEAT_S)
-        self._cluster.cont("worker", index)
-        self._wait_for([index])
+        for index in hit:
+            self._cluster.cont(job, index)
+        if job == "worker":
+            self._wait_for(hit)
+
+    def _halt_ps(self, hit) -> None:
+        self._halt(hit, "ps")
+        for index in hit:
+            wait_until(lambda index=index: not self._strategy._servers[index].is_away, what=f"parameter server {index}")
 
     def _wait_for(self, hit) -> None:
         for index in hit:
@@ -85,12 +102,12 @@ class Chaos(threading.Thread):
 def cluster(monkeypatch):
     environment = {"TORCHSTRATEGY_HEARTBEAT_S": str(HEARTBEAT_S)}
     monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", str(HEARTBEAT_S))
-    with ts.testing.LocalCluster(NUM_WORKERS, 2, environment=environment) as cluster:
+    with ts.testing.LocalCluster(NUM_WORKERS, NUM_PS, environment=environment) as cluster:
         yield cluster
 
 
 def stream_through(cluster, num_hits, seed):
-    """Stream functions while workers are hit, check all results, and return how they were hit."""
+    """Stream functions while tasks are hit, check all results, and return how they were hit."""
     strategy = ts.ParameterServerStrategy(cluster.resolver())
     coordinator = ts.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
@@ -116,9 +133,9 @@ def stream_through(cluster, num_hits, seed):
 
     workers = coordinator._cluster.workers
     wait_until(lambda: all(worker.can_run for worker in workers))
-    pids = [os.getpid(), *(cluster.pid("ps", index) for index in range(2))]
+    pids = [os.getpid(), *(cluster.pid("ps", index) for index in range(NUM_PS))]
     num_children = len(multiprocessing.active_children())
-    chaos = Chaos(cluster, workers, num_hits, seed)
+    chaos = Chaos(cluster, strategy, workers, num_hits, seed)
     chaos.start()
     pending = collections.deque()
     number = 0
@@ -141,7 +158,8 @@ def stream_through(cluster, num_hits, seed):
     added = int(count)
     logger.info("%d functions; %d ran twice; hits: %s.", number, added - number, dict(chaos.hits))
     logger.info("Coordinator and parameter servers, after a fifth: %s; at the end: %s", before, after)
-    assert number <= added <= number + 2 * chaos.num_hits  # of each worker one runs, and one may have just ended
+    # Of each worker one runs, and one may have just ended; all lose the one that runs without a parameter server.
+    assert number <= added <= number + 2 * chaos.num_hits + NUM_WORKERS * chaos.hits["stop ps"]
     assert float(metric.result()) == number  # what came back counts once
     assert not coordinator._cluster.queue.num_running
     assert not any(worker.in_flight for worker in workers)
@@ -156,13 +174,14 @@ def stream_through(cluster, num_hits, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_workers_are_hit_while_functions_stream(cluster):
-    stream_through(cluster, 8, seed=1)
+def test_tasks_are_hit_while_functions_stream(cluster):
+    hits = stream_through(cluster, 10, seed=1)
+    assert len(hits) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_200_kills(cluster):
-    hits = stream_through(cluster, 230, seed=0)
+    hits = stream_through(cluster, 250, seed=0)
     assert min(hits.values()) >= 10
     assert hits["kill"] + hits["kill two"] >= 200

@@ -1,8 +1,11 @@
 """Processes that are halted (SIGSTOP): their connections stay open, so that only the silence tells."""
 
+import threading
 import time
 
 import pytest
+import torch
+from torch import nn
 
 import torchstrategy as ts
 from tests.ps.faults.conftest import HEARTBEAT_S
@@ -102,27 +105,94 @@ def test_stopped_worker_is_killed_and_started_again(job):
     job.finish()
 
 
-def test_stopped_ps(job):
-    """It is lost after the deadline; as it still has all variables, the program can go on when it does."""
+def stop_and_continue(job, *indices, heartbeats=2.5):
+    """Stop parameter servers for as long, whoever waits for them meanwhile; return a thread to join."""
+    for index in indices:
+        job.cluster.stop_signal("ps", index)
+
+    def go_on():
+        time.sleep(heartbeats * HEARTBEAT_S)
+        for index in indices:
+            job.cluster.cont("ps", index)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("indices", [(1,), (0, 1)])
+def test_stopped_ps(job, indices, caplog):
+    """It is waited for, as it still has all variables, and the program notices nothing."""
     job.train_without_end(4)
-    start = time.monotonic()
+    thread = stop_and_continue(job, *indices)
+    job.train(20)
+    wait_until(lambda: job.strategy._servers[indices[-1]].is_away, what="the loss of the parameter server")
+    assert job.strategy._ps_failure(indices[-1]) is None
+    assert not job.coordinator.done()
+    job.goes_on.assign(False)  # waits for server 0
+    job.coordinator.join()
+    thread.join()
+    job.check_results()
+    assert 24 <= int(job.iterations) <= 24 + 2  # what a worker ran when it lost the server runs again
+    for index in indices:
+        assert any(line.startswith(f"/job:ps/task:{index}") and " is back after " in line for line in caplog.messages)
+
+
+def test_coordinator_that_uses_a_stopped_ps(job):
+    """It gets values, and what it changes is changed once."""
+    with job.strategy.scope():
+        parameters = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
+        optimizer = torch.optim.SGD(parameters.parameters(), lr=1.0)
+    thread = stop_and_continue(job, 0, 1)
+    num_steps = 0
+    while thread.is_alive():
+        for parameter in parameters:
+            parameter.grad = -torch.ones(4)
+        optimizer.step()
+        job.iterations.assign_add(1)
+        num_steps += 1
+        assert int(job.iterations) == num_steps
+    assert all(parameter.tolist() == [num_steps] * 4 for parameter in parameters)
+
+
+def test_ps_stopped_for_too_long(quick_cluster, make_job):
+    """It is an error that says so. As it still has all variables, the program can go on when it does."""
+    job = make_job(quick_cluster, ps_grace_s=HEARTBEAT_S)
+    job.wait_until_ready()
+    try:
+        job.train_without_end(4)
+        start = time.monotonic()
+        job.cluster.stop_signal("ps", 1)
+        with pytest.raises(ts.errors.UnavailableError, match=r"/job:ps/task:1 .* in vain for 2 seconds"):
+            job.coordinator.join()
+        seconds = time.monotonic() - start
+        logger.info("A stopped parameter server was an error after %.2f heartbeats.", seconds / HEARTBEAT_S)
+        assert HEARTBEAT_S * 3 / 2 < seconds < 10 * HEARTBEAT_S
+        with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:1"):
+            job.iterations.read_value()
+
+        job.cluster.cont("ps", 1)
+        wait_until(lambda: job.strategy._ps_failure(1) is None, what="the parameter server")
+        assert int(job.iterations.read_value()) >= 0
+        job.results.clear()  # an error or cancelled
+        job.iterations.assign(0)
+        job.train(4)
+        job.finish()
+        assert int(job.iterations) == 4
+    finally:
+        quick_cluster.start()
+
+
+def test_stopped_ps_that_is_killed(job):
+    """It is not waited for any longer."""
+    job.train_without_end(4)
     job.cluster.stop_signal("ps", 1)
+    wait_until(lambda: job.strategy._servers[1].is_away, what="the loss of the parameter server")
+    start = time.monotonic()
+    job.cluster.kill("ps", 1)
     with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:1"):
         job.coordinator.join()
-    seconds = time.monotonic() - start
-    logger.info("A stopped parameter server was an error after %.2f heartbeats.", seconds / HEARTBEAT_S)
-    assert HEARTBEAT_S / 2 < seconds < 10 * HEARTBEAT_S
-    with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:1"):
-        job.iterations.read_value()
-
-    job.cluster.cont("ps", 1)
-    wait_until(lambda: job.strategy._ps_failure(1) is None, what="the parameter server")
-    assert int(job.iterations.read_value()) >= 0
-    job.results.clear()  # an error or cancelled
-    job.iterations.assign(0)
-    job.train(4)
-    job.finish()
-    assert int(job.iterations) == 4
+    assert time.monotonic() - start < 5
 
 
 def test_ps_stopped_for_a_moment_is_not_lost(job):
@@ -134,8 +204,12 @@ def test_ps_stopped_for_a_moment_is_not_lost(job):
     assert int(job.iterations) == 4
 
 
-def test_program_that_reads_from_a_stopped_ps(job):
-    """It waits for the deadline and no longer."""
-    job.cluster.stop_signal("ps", 1)
-    with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:1"):
-        [job.iterations.read_value() for _ in range(1000)]  # the signal takes a moment
+def test_program_that_reads_from_a_stopped_ps(quick_cluster, make_job):
+    """Without a grace time it waits for the deadline and no longer."""
+    job = make_job(quick_cluster, ps_grace_s=0)
+    quick_cluster.stop_signal("ps", 1)
+    try:
+        with pytest.raises(ts.errors.UnavailableError, match="/job:ps/task:1"):
+            [job.iterations.read_value() for _ in range(1000)]  # the signal takes a moment
+    finally:
+        quick_cluster.start()

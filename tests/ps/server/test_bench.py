@@ -32,8 +32,8 @@ class Cluster:
             **changes,
         }
 
-    def client(self):
-        self.bench.configure(self.fields())
+    def client(self, **changes):
+        self.bench.configure(self.fields(**changes))
         client = ParameterClient(self.bench._links)
         placer = Placer(2)
         self.specs = [placer.place(number, f"v{number}", (2,), torch.float32, True) for number in range(2)]
@@ -100,6 +100,25 @@ def test_a_broken_channel_is_made_anew(cluster):
     client = cluster.client()
     cluster.bench._links[0]._channel.fail("broken by the test")
     assert client.pull(cluster.specs[:1], {})[0][1].tolist() == [1, 1]
+
+
+def test_a_connection_that_is_made_again_is_waited_for(cluster, monkeypatch):
+    monkeypatch.setattr(bench_module, "_MAX_RECONNECT_S", WAIT_S)
+    client = cluster.client(ps_grace_s=60.0)
+    link = cluster.bench._links[0]
+    is_open = threading.Event()
+    reopen = link.peer.open
+
+    def open_later():
+        threading.Timer(0.5, lambda: link.peer.loop.call_soon(lambda: (is_open.set(), reopen()))).start()
+
+    link.peer.open = open_later
+    link.peer.loop.call_soon(lambda: link.peer._lose("by the test"))
+    deadline = time.monotonic() + WAIT_S
+    while link.failure is None:
+        assert time.monotonic() < deadline
+    assert client.pull(cluster.specs[:1], {})[0][1].tolist() == [1, 1]
+    assert is_open.is_set()
 
 
 def test_closing_ends_what_waits(cluster):

@@ -32,6 +32,7 @@ class ClusterStrategy(Protocol):
     secret: Any
     shipper: Shipper
     _closing: Any
+    _ps_grace_s: float
     _servers: list[ServerLink]
 
     def _prepare_closures(self) -> None:
@@ -52,6 +53,7 @@ class StrategyBackend:
         self._closing = strategy._closing
         self._loop = strategy.loop
         self._servers = strategy._servers
+        self._ps_grace_s = strategy._ps_grace_s
         self._incarnation = strategy.incarnation
         self._spec = strategy.cluster_spec
         self._worker_ids = self._spec.task_indices("worker")
@@ -81,6 +83,7 @@ class StrategyBackend:
             "incarnation": self._incarnation,
             "ps": [self._spec.task_address("ps", ps) for ps in self._spec.task_indices("ps")],
             "ps_incarnations": [server.incarnation for server in self._servers],
+            "ps_grace_s": self._ps_grace_s,
             "dtype": dtype_name(torch.get_default_dtype()),
         }
         return Message("configure", fields)
@@ -109,6 +112,14 @@ class StrategyBackend:
             if failure is not None:
                 return failure
         return None
+
+    def is_ps_away(self, index: int | None) -> bool:
+        """Say whether a parameter server, the given one or any, is out of reach and may be back in time."""
+        return any(self._servers[ps].is_away for ps in (range(len(self._servers)) if index is None else (index,)))
+
+    def ask_ps(self, index: int) -> None:
+        """Ask whether a parameter server is there that a worker could not reach; it is away until it has answered."""
+        self._servers[index].ask()
 
     def _strategy(self) -> ClusterStrategy:
         strategy = self._reference()

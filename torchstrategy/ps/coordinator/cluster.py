@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torchstrategy.base.log import logger
@@ -45,6 +46,12 @@ class Backend(Protocol):
 
     def lost_ps(self, index: int | None) -> UnavailableError | None:
         """Return why a parameter server is gone for good: the given one, or any; ``None`` if it is there."""
+
+    def is_ps_away(self, index: int | None) -> bool:
+        """Say whether a parameter server, the given one or any, is out of reach and may be back in time."""
+
+    def ask_ps(self, index: int) -> None:
+        """Ask whether a parameter server is there that a worker could not reach; it is away until it has answered."""
 
     @property
     def is_closed(self) -> bool:
@@ -192,6 +199,10 @@ class Cluster:
         if lost is not None:
             add_note(lost, f"{closure.name}, which {worker.name} ran, needs it.")
             self.failed(closure, lost)
+        elif self._backend.is_ps_away(ps):
+            logger.info("%s waits with %s for a parameter server: %s", worker.name, closure.name, error)
+            worker.pause_while(partial(self._backend.is_ps_away, ps))
+            self.queue.put_back([closure])
         elif closure.num_ps_failures >= self._max_ps_failures:
             self.failed(closure, error)
         else:
@@ -199,24 +210,31 @@ class Cluster:
             logger.warning("%s could not run %s and will try again: %s", worker.name, closure.name, error)
             worker.pause(min(_PAUSE_S * 2.0**closure.num_ps_failures, _MAX_PAUSE_S))
             self.queue.put_back([closure])
+            self._backend.ask_ps(ps)  # a worker may notice before this process that it is silent
 
-    def may_pass(self, error: Exception, num_retries: int) -> bool:
+    def may_pass(self, worker: Worker, error: Exception) -> bool:
         """Say whether an error of a worker that is there may be gone at the next try."""
-        is_of_ps = isinstance(error, UnavailableError)
-        return is_of_ps and num_retries < self._max_ps_failures and self._backend.lost_ps(None) is None
+        if not isinstance(error, UnavailableError) or self._backend.lost_ps(None) is not None:
+            return False
+        if self._backend.is_ps_away(None):
+            return True
+        worker.num_retries += 1
+        return worker.num_retries <= self._max_ps_failures
 
-    def not_prepared(self, worker: Worker, error: Exception, *, is_first: bool) -> None:
-        """Note that a worker could not be configured; it is tried again."""
+    def not_prepared(self, worker: Worker, error: Exception, *, was_told: bool) -> bool:
+        """Note that a worker could not be configured, and say whether the program was told; it is tried again."""
         lost = self._backend.lost_ps(None)
-        if not is_first:
+        if was_told:
             logger.warning("%s could not be prepared: %s", worker.name, error)
         elif lost is not None:
             add_note(lost, f"{worker.name}, which has just connected, needs it.")
             self.queue_error(lost)
         elif isinstance(error, UnavailableError):
             logger.warning("%s could not be prepared and will try again: %s", worker.name, error)
+            return False
         else:
             self.queue_error(error)
+        return True
 
     def refused(self, worker: Worker, reason: str, *, is_final: bool = False) -> None:
         """Tell the program, as it can't get better by waiting; ``is_final`` if other workers will do the same."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from torchstrategy.ps.coordinator.closures import Closure, ClosureQueue
 from torchstrategy.ps.coordinator.cluster import Cluster
 from torchstrategy.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, RemoteValue, Resource
 from torchstrategy.ps.coordinator.watchdog import Timers, Watchdog
+from torchstrategy.ps.links import number_from
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["ClusterCoordinator"]
@@ -44,8 +44,9 @@ class ClusterCoordinator:
         strategy: the strategy; its workers connect as soon as they are there.
         stuck_after_s: when no function has ended for so long, what everybody is doing is logged; 0 for never. ``None``
             takes ``TORCHSTRATEGY_STUCK_AFTER_S``, by default 600.
-        max_ps_failures: how many times a function is run again that could not reach a parameter server which is there.
-            ``None`` takes ``TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES``, by default 3.
+        max_ps_failures: how many times a function is run again that could not reach a parameter server which is there;
+            while the strategy waits for one (``ps_grace_s``), that does not count. ``None`` takes
+            ``TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES``, by default 3.
 
     Raises:
         TypeError: the strategy is none that has a cluster.
@@ -99,9 +100,9 @@ class ClusterCoordinator:
         if vars(strategy).get("_cluster_coordinator") is self:
             return
         if stuck_after_s is None:
-            stuck_after_s = _number_from("TORCHSTRATEGY_STUCK_AFTER_S", _STUCK_AFTER_S)
+            stuck_after_s = number_from("TORCHSTRATEGY_STUCK_AFTER_S", _STUCK_AFTER_S)
         if max_ps_failures is None:
-            max_ps_failures = int(_number_from("TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES", _MAX_PS_FAILURES))
+            max_ps_failures = int(number_from("TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES", _MAX_PS_FAILURES))
         self._strategy = strategy
         self._numbers = itertools.count()
         self._preparing = threading.Lock()
@@ -308,14 +309,3 @@ def _per_worker_values(args: Any, kwargs: Any) -> list[PerWorkerValues]:
 
 def _name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", None) or type(fn).__name__).replace("<locals>.", "")
-
-
-def _number_from(variable: str, default: float) -> float:
-    text = os.environ.get(variable, "")
-    try:
-        value = float(text or default)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{variable} must be a number, at least 0. Received: {text!r}")
-    return value

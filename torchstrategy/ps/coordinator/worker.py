@@ -53,11 +53,11 @@ class WorkersCluster(Protocol):
     def queue_error(self, error: Exception) -> None:
         """Let the next call of the program raise an error that no closure raised."""
 
-    def may_pass(self, error: Exception, num_retries: int) -> bool:
+    def may_pass(self, worker: Worker, error: Exception) -> bool:
         """Say whether an error of a worker that is there may be gone at the next try."""
 
-    def not_prepared(self, worker: Worker, error: Exception, *, is_first: bool) -> None:
-        """Note that a worker could not be configured; it is tried again."""
+    def not_prepared(self, worker: Worker, error: Exception, *, was_told: bool) -> bool:
+        """Note that a worker could not be configured, and say whether the program was told; it is tried again."""
 
     def ps_failed(self, worker: Worker, closure: Closure, ps: int, error: Exception) -> None:
         """Run a closure again for which a parameter server did not answer, unless that is gone."""
@@ -86,8 +86,9 @@ class Worker:
         self._generation = 0
         self._num_awaited = 0
         self._num_failures = 0  # to be configured
+        self._was_told = False  # the program, of such a failure
         self._num_failed = 0  # functions, over this connection
-        self._num_retries = 0  # of resources
+        self.num_retries = 0  # of resources
         self._since = time.monotonic()
         self._known: set[str] = set()
         self._max_known = _MIN_KNOWN
@@ -122,7 +123,7 @@ class Worker:
             self._refuse(reason, is_final=False)
             return
         self._leave(WorkerState.PREPARING)
-        self._num_failures = 0
+        self._num_failures, self._was_told = 0, False
         self._prepare()
         self._cluster.changed(self)
 
@@ -189,6 +190,10 @@ class Worker:
         """Give it no closures for a while."""
         self._after(seconds, lambda: None)
 
+    def pause_while(self, lasts: Callable[[], bool]) -> None:
+        """Give it no closures as long as something lasts."""
+        self._after(_RETRY_S, lambda: self.pause_while(lasts) if lasts() else None)
+
     def ask_for_stacks(self, then: Callable[[str], None]) -> None:
         """Call a function with the stacks of the worker's threads."""
 
@@ -207,7 +212,7 @@ class Worker:
         failure = _failure(reply)
         if failure is not None:
             self._num_failures += 1
-            self._cluster.not_prepared(self, failure, is_first=self._num_failures == 1)
+            self._was_told = self._cluster.not_prepared(self, failure, was_told=self._was_told)
             self._after(min(0.5 * 2**self._num_failures, _MAX_RETRY_S), self._prepare)
             return
         self._enter(WorkerState.READY)
@@ -225,8 +230,7 @@ class Worker:
             return  # it is made when its dataset is there
         if resource.of in self._failed:
             failure = self._failed[resource.of]  # of the dataset, which was reported
-        elif self._cluster.may_pass(failure, self._num_retries):
-            self._num_retries += 1
+        elif self._cluster.may_pass(self, failure):
             self._retried.add(resource.id)
             self._after(_RETRY_S, partial(self.make, resource))
             return
@@ -359,7 +363,7 @@ class Worker:
         """Go to another state, forget what the worker knew, and give back its closures."""
         self._enter(state, reason)
         self._generation += 1
-        self._num_awaited = self._num_retries = self._num_failed = 0
+        self._num_awaited = self.num_retries = self._num_failed = 0
         self._known.clear()
         self._retried.clear()
         self._failed.clear()

@@ -19,6 +19,8 @@ from torchstrategy.ps.workshop import Outcome, Workshop
 __all__ = ["WorkerBench"]
 
 _CONNECT_S = 10.0
+#: A worker waits no longer for a parameter server: the coordinator does, and has the function run again.
+_MAX_RECONNECT_S = 5.0
 
 
 class WorkerBench:
@@ -38,15 +40,16 @@ class WorkerBench:
         """Connect to the parameter servers that the coordinator has found.
 
         Args:
-            fields: ``cluster``, ``incarnation`` (the coordinator's), ``ps`` (addresses), ``ps_incarnations`` and the
-                default ``dtype``.
+            fields: ``cluster``, ``incarnation`` (the coordinator's), ``ps`` (addresses), ``ps_incarnations``,
+                ``ps_grace_s`` and the default ``dtype``.
 
         Raises:
             UnavailableError: a parameter server can't be reached, or is not the one that the coordinator has found.
         """
         hello = {"role": "worker", "incarnation": fields["incarnation"], "task": ["worker", self._index]}
         pairs = zip(fields["ps"], fields["ps_incarnations"], strict=True)
-        self._links = [ServerLink(ps, *pair) for ps, pair in enumerate(pairs)]
+        reconnect_s = min(float(fields.get("ps_grace_s", 0.0)), _MAX_RECONNECT_S)
+        self._links = [ServerLink(ps, *pair, reconnect_s=reconnect_s) for ps, pair in enumerate(pairs)]
         for link in self._links:
             link.connect(self._loop, hello)
         deadline = time.monotonic() + _CONNECT_S

@@ -1,0 +1,230 @@
+"""Connections to parameter servers of this process that are lost, and made again."""
+
+import pickle
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+import torchstrategy as ts
+from tests.clusters import new_cluster
+from torchstrategy.errors import UnavailableError
+from torchstrategy.ps.client import ParameterClient
+from torchstrategy.ps.layout import Placer
+from torchstrategy.ps.links import ServerLink, grace_seconds
+from torchstrategy.ps.store import Key
+from torchstrategy.ps.transport.control_loop import ControlLoop
+
+WAIT_S = 20.0
+
+
+class OneServer:
+    """A server with a link to it, and what goes wrong between them."""
+
+    def __init__(self, grace_s):
+        self.cluster = new_cluster(["ps", "worker"])
+        self.server = ts.Server(self.cluster, "ps", 0)
+        self.loop = ControlLoop()
+        self.link = ServerLink(0, self.cluster["ps"][0], grace_s=grace_s)
+        self.link.connect(self.loop, {"role": "coordinator", "incarnation": 1})
+        assert self.link.wait(WAIT_S)
+        self.client = ParameterClient([self.link])
+        (self.spec,) = (Placer(1).place(0, "v", (4,), torch.float32, True),)
+        self.num_answers = 0
+
+    def lose(self):
+        """Lose the connection, and wait until this is known."""
+        is_done = threading.Event()
+
+        def lose():
+            self.link.peer._lose("by the test")
+            is_done.set()
+
+        self.loop.call_soon(lose)
+        assert is_done.wait(WAIT_S)
+
+    def lose_replies(self, kind, count=1, *, of="tensor"):
+        """Lose the connection when requests of a kind were answered, before the answers arrive."""
+        service = self.server._service
+        answer = getattr(service, of)
+
+        def answer_and_lose(session, message):
+            reply = answer(session, message)
+            if message.kind == kind:
+                self.num_answers += 1
+                if self.num_answers <= count:
+                    self.lose()
+            return reply
+
+        setattr(service, of, answer_and_lose)
+
+    def close(self):
+        self.loop.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make_one(grace_s=10.0):
+        made.append(OneServer(grace_s))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+def make_optimizer(client, spec):
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], 1.0)
+    groups = [{**plain.param_groups[0], "params": [0]}]
+    definition = pickle.dumps({"class": torch.optim.SGD, "defaults": plain.defaults, "groups": groups})
+    client.define_optimizer(0, definition, [spec])
+
+
+def value_of(one):
+    return one.client.pull([one.spec], {})[0][1].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("update", lambda client, spec: client.update(spec, "assign_add", torch.ones(4))),
+        ("scatter", lambda client, spec: client.scatter(spec, "scatter_add", torch.arange(4), torch.ones(4))),
+        ("push", lambda client, spec: client.push(0, {0: -torch.ones(4)})),
+        ("write", lambda client, spec: client.write_from(spec, torch.ones(4))),
+    ],
+)
+def test_a_change_whose_reply_is_lost_is_made_once(make, kind, change, count):
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    make_optimizer(one.client, one.spec)
+    one.lose_replies(kind, count)
+    change(one.client, one.spec)
+    assert value_of(one) == [1.0] * 4
+    change(one.client, one.spec)
+    assert value_of(one) == ([1.0] if kind == "write" else [2.0]) * 4
+    assert one.num_answers == count + 2
+
+
+def test_what_is_made_while_the_reply_is_lost(make):
+    one = make()
+    one.lose_replies("create")
+    one.client.create(one.spec, torch.zeros(4))
+    one.num_answers = 0
+    one.lose_replies("optimizer", of="control")
+    make_optimizer(one.client, one.spec)
+    one.client.push(0, {0: -torch.ones(4)})
+    assert value_of(one) == [1.0] * 4
+
+
+def test_a_value_whose_reply_is_lost_is_read_again(make):
+    one = make()
+    one.client.create(one.spec, torch.arange(4.0))
+    one.lose_replies("pull")
+    assert value_of(one) == [0, 1, 2, 3]
+    one.num_answers = 0
+    one.lose_replies("rows")
+    assert one.client.pull_rows(one.spec, torch.tensor([3, 1])).tolist() == [3, 1]
+
+
+def test_a_part_is_read_anew_when_its_snapshot_is_gone(make):
+    """Its pieces are of one moment."""
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    service, num_pieces = one.server._service, 0
+    answer = service.tensor
+
+    def change_and_lose(session, message):
+        nonlocal num_pieces
+        reply = answer(session, message)
+        num_pieces += message.kind == "read"
+        if message.kind == "read" and num_pieces == 2:
+            service._held.store.update([(Key(0, 0), "assign", torch.ones(4))])
+            one.lose()
+        return reply
+
+    service.tensor = change_and_lose
+    out = torch.full((4,), -1.0)
+    one.client.read_into(one.spec, out, 4)
+    assert out.tolist() == [1.0] * 4
+    assert num_pieces == 6
+
+
+def test_without_a_grace_time_a_lost_reply_is_an_error(make):
+    one = make(0.0)
+    one.client.create(one.spec, torch.zeros(4))
+    one.lose_replies("update")
+    with pytest.raises(UnavailableError, match="/job:ps/task:0"):
+        one.client.update(one.spec, "assign_add", torch.ones(4))
+
+
+def test_a_server_that_ends_is_not_waited_for(make):
+    one = make(60.0)
+    one.client.create(one.spec, torch.zeros(4))
+    start = time.monotonic()
+    one.server.stop()
+    with pytest.raises(UnavailableError, match="nothing listens there any more"):
+        value_of(one)
+    assert time.monotonic() - start < 10
+    assert not one.link.is_away
+
+
+def test_closing_ends_the_wait(make):
+    one = make(60.0)
+    one.client.create(one.spec, torch.zeros(4))
+    one.link._is_there = lambda: False
+    threading.Timer(0.2, one.loop.close).start()
+    one.lose_replies("pull")
+    with pytest.raises(UnavailableError):
+        value_of(one)
+
+
+def test_the_loops_thread_does_not_wait(make):
+    one = make(60.0)
+    errors = queue.Queue()
+
+    def fail():
+        raise UnavailableError("by the test")
+
+    def persist():
+        one.link.peer._lose("by the test")
+        try:
+            one.link._persist(fail)
+        except UnavailableError as error:
+            errors.put(error)
+
+    one.loop.call_soon(persist)
+    assert str(errors.get(timeout=WAIT_S)) == "by the test"
+
+
+def test_a_server_that_was_asked_is_away_until_it_answers(make):
+    one = make()
+    assert not one.link.is_away
+    one.link.ask()
+    assert one.link.is_away
+    assert one.link.failure is None
+    deadline = time.monotonic() + WAIT_S
+    while one.link.is_away:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan"), True, "3"])
+def test_a_wrong_grace_time(seconds):
+    with pytest.raises(ValueError, match="ps_grace_s must be None or a number of seconds, at least 0"):
+        grace_seconds(seconds)
+
+
+def test_the_grace_time_of_the_environment(monkeypatch):
+    monkeypatch.delenv("TORCHSTRATEGY_PS_GRACE_S", raising=False)
+    assert grace_seconds() == 30
+    monkeypatch.setenv("TORCHSTRATEGY_PS_GRACE_S", "2.5")
+    assert (grace_seconds(), grace_seconds(7)) == (2.5, 7)
+    monkeypatch.setenv("TORCHSTRATEGY_PS_GRACE_S", "soon")
+    with pytest.raises(ValueError, match="TORCHSTRATEGY_PS_GRACE_S must be a number"):
+        grace_seconds()
