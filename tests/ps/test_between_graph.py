@@ -291,6 +291,60 @@ def test_a_step_that_one_server_has_made_is_not_made_there_again(start, servers)
     assert torch.allclose(worker.weights, plain_weights([(X, Y)] * 3)[0])
 
 
+@pytest.mark.parametrize("job", ["chief", "worker"])
+@pytest.mark.parametrize("kind", ["push", "pull", "update"])
+def test_a_parameter_server_that_is_back(start, servers, job, kind):
+    """The connections to both are lost before a reply has come; nothing is made twice or left out."""
+    programs = {name: Program(start(name)) for name in ("chief", "worker")}
+    programs["chief"].step()
+    programs["worker"].step()
+    lost = []
+    for link, server in zip(programs[job].strategy._shared.client.links, servers, strict=True):
+        lose_reply(server._service, link, kind, lost)
+    programs[job].step()
+    assert len(lost) == (1 if kind == "update" else 2)  # the count is on one of them
+    assert torch.allclose(programs[job].weights, plain_weights([(X, Y)] * 3)[0])
+    programs[job].step()
+    assert int(programs[job].step_count) == 4
+
+
+def test_a_chief_that_loses_a_server_before_it_publishes(start):
+    chief = Program(start("chief"))
+    client = chief.strategy._shared.client
+    publish = client.publish
+
+    def lose_and_publish():
+        lose(client.links[0])
+        publish()
+
+    client.publish = lose_and_publish
+    chief.step()
+    worker = Program(start("worker"))
+    worker.step()
+    assert torch.allclose(chief.weights, plain_weights([(X, Y)] * 2)[0])
+
+
+def lose(link):
+    """Lose the connection, which is made again."""
+    is_done = threading.Event()
+    link.peer.loop.call_soon(lambda: (link.peer._lose("by the test"), is_done.set()))
+    assert is_done.wait(20)
+
+
+def lose_reply(service, link, kind, lost):
+    """Lose the connection once when a request of a kind was answered."""
+    answer = service.tensor
+
+    def answer_and_lose(session, message):
+        reply = answer(session, message)
+        if message.kind == kind and link not in lost and session.hello["client"] == link.peer._hello["client"]:
+            lost.append(link)
+            lose(link)
+        return reply
+
+    service.tensor = answer_and_lose
+
+
 def test_a_lost_parameter_server_is_named(start, servers):
     program = Program(start("chief"))
     program.step()

@@ -120,9 +120,14 @@ class ParameterService:
         if answer is None:
             raise ValueError(f"A parameter server knows no request {message.kind!r}.")
         held = self._held  # before the check: a training may begin after it
-        if session.role in SHARING_ROLES:
-            self.training.check(session)
-        return held.once(lambda: answer(held, session, message), session, message)
+
+        def checked() -> Message:
+            if session.role in SHARING_ROLES:
+                self.training.check(session)
+            return answer(held, session, message)
+
+        # What was made has its reply also where the client's new connection is not attached yet: it would ask anew.
+        return held.once(checked, session, message)
 
     def control(self, session: Session, message: Message) -> Message | None:
         """Answer later, because unpickling a definition may import packages for seconds.
