@@ -4,6 +4,7 @@ import pickle
 import queue
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import torchstrategy as ts
 from tests.clusters import new_cluster
 from torchstrategy.errors import UnavailableError
+from torchstrategy.ps import links
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.links import ServerLink, grace_seconds
@@ -174,6 +176,45 @@ def test_a_server_that_ends_is_not_waited_for(make):
     assert not one.link.is_away
 
 
+def test_a_newer_coordinator_has_taken_the_server_over_meanwhile(make):
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    reopen, one.link.peer.open = one.link.peer.open, lambda: None
+    one.lose()
+    newer = ServerLink(0, one.cluster["ps"][0])
+    newer.connect(one.loop, {"role": "coordinator", "incarnation": 2})
+    assert newer.wait(WAIT_S)
+    assert one.link.is_away
+    one.loop.call_soon(reopen)
+    with pytest.raises(UnavailableError, match="newer coordinator"):
+        value_of(one)
+
+
+def test_a_long_wait_is_told(make, monkeypatch, caplog):
+    monkeypatch.setattr(links, "_SECONDS_TO_LINE_OF_AWAY", 0.01)
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    answers = iter([False] * 4)
+    one.link._is_there = lambda: next(answers, True)
+    one.lose_replies("pull")
+    with caplog.at_level("INFO"):
+        assert value_of(one) == [0.0] * 4
+    (line,) = [line for line in caplog.messages if line.startswith("Waiting for")]
+    assert line.startswith("Waiting for /job:ps/task:0 at 127.0.0.1:")
+    assert line.endswith(", which is out of reach, for up to 10 seconds")
+
+
+def test_what_was_sent_is_let_go_of(make):
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    value = torch.ones(4)
+    reference = weakref.ref(value)
+    one.client.update(one.spec, "assign", value)
+    del value
+    assert reference() is None
+    assert one.link._request is None
+
+
 def test_closing_ends_the_wait(make):
     one = make(60.0)
     one.client.create(one.spec, torch.zeros(4))
@@ -205,9 +246,14 @@ def test_the_loops_thread_does_not_wait(make):
 def test_a_server_that_was_asked_is_away_until_it_answers(make):
     one = make()
     assert not one.link.is_away
+    asked, request = [], one.link.peer.request
+    one.link.peer.request = lambda *question: asked.append(question)
+    one.link.ask()
     one.link.ask()
     assert one.link.is_away
     assert one.link.failure is None
+    (question,) = asked
+    request(*question)
     deadline = time.monotonic() + WAIT_S
     while one.link.is_away:
         assert time.monotonic() < deadline

@@ -199,16 +199,20 @@ class ServerLink:
         Raises:
             UnavailableError: the server is gone, or another one is in its place.
         """
-        message = self._request = self._numbered(message)
+        message = self._numbered(message)
         self._persist(lambda: self._send(message))
+        self._request = message if self._grace_s else None
 
     def receive(self, timeout_seconds: float | None = None, into: Into | None = None) -> Message:
         """Wait for the reply, see ``TensorChannel``."""
         if self._channel is None:
             raise RuntimeError("There is nothing to receive: no request was sent.")
-        request = self._request
+        request, self._request = self._request, None  # whose tensors nothing must hold when this returns
         try:
             return self._channel.receive(timeout_seconds, into)
+        except DeadlineExceededError:  # it may be received later
+            self._request = request
+            raise
         except UnavailableError as error:
             self._check()
             if request is None or not self._may_persist(error):
