@@ -215,6 +215,33 @@ if ATTEMPT == "0":
         assert [json.loads(one["TF_CONFIG"])["task"]["index"] for one in seen] == [0, 1, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_worker_that_never_joins_is_told_to_the_other_host(tmp_path, victim):
+    program = f"""
+if RANK == "{victim}":
+    import time
+    while not os.path.exists("waits"):
+        time.sleep(0.01)
+    os._exit(7)
+import torchstrategy as ts
+from torchstrategy.collectives import rendezvous
+look = rendezvous._look_who_is_gone
+def first_look(*args):
+    pathlib.Path("waits").touch()
+    look(*args)
+rendezvous._look_who_is_gone = first_look
+ts.MultiWorkerMirroredStrategy(devices=["cpu:0"])
+"""
+    write(tmp_path / "program.py", program)
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}"
+    hosts = [Launched(tmp_path, "--nproc-per-node=1", "--nnodes=2", endpoint, "program.py") for _ in range(2)]
+    ends = sorted(host.finish() for host in hosts)
+    assert [status for status, *_ in ends] == [1, 7], ends
+    assert f"Rank {victim} has ended before the job had started: exit status 7 (process " in ends[0][2]
+    assert f"torchstrategy launch: rank {1 - int(victim)} failed on " in ends[0][2]
+
+
 def test_dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert main(["launch", "--nproc-per-node", "2", "--dry-run", "-m", "some.module", "--x", "1"]) == 0

@@ -1,6 +1,9 @@
 """The rendezvous: who is waited for, what is compared, what it costs the store."""
 
+import contextlib
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import torchstrategy as ts
 from torchstrategy.base.job import Job
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.collectives import rendezvous
+from torchstrategy.collectives.joining import Roll, report_end, store_of_job
 
 
 def job_of(rank, size, **changes):
@@ -167,3 +171,84 @@ def test_the_store_listens_at_its_address_alone(address):
 def test_where_others_may_know_another_address_torch_listens(address):
     """Names, all addresses, and one that is not of this host, as behind a gateway."""
     assert rendezvous._listen(job_of(0, 2, address=address, port=free_port())) is None
+
+
+@contextlib.contextmanager
+def rolls(size, store=None):
+    """Ranks of one job that are there; the first one keeps the roll."""
+    own, made = store or HashStore(), []
+    for rank in range(size):
+        made.append(Roll(rank, size))
+        made[-1].join(own, "127.0.0.1")
+    until(lambda: len(made[0]._members) == size - 1)
+    yield made
+    for roll in reversed(made):
+        roll.leave()
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def die(roll):
+    """Close the connections without a word, as the kernel does for a process that dies."""
+    roll._learn = lambda failure: None  # it notices nothing any more
+    connections = list(roll._members) if roll._keeps else [roll._connection]
+    for connection in connections:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_dies_while_others_gather_is_told_to_all(gone):
+    with rolls(4) as made:
+        die(made[gone])
+        for roll in made[:gone] + made[gone + 1 :]:
+            failure = roll.wait_for_failure(20.0)
+            assert failure["rank"] == gone
+            assert "has died while the job was starting (process " in failure["error"]
+
+
+def test_a_rank_that_leaves_the_roll_is_not_missed():
+    with rolls(3) as made:
+        made[1].leave()
+        until(lambda: len(made[0]._members) == 1)
+        assert [roll.failure for roll in made] == [None] * 3
+        made[2].fail(OSError("no disk"))
+        for roll in (made[0], made[2]):
+            assert "OSError: no disk" in roll.wait_for_failure(20.0)["error"]
+        assert made[1].failure is None
+
+
+def test_whoever_waits_hears_from_a_launcher_how_a_rank_has_ended(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(rendezvous, "_open_store", lambda job, timeout_s: store)
+    errors = {}
+
+    def meet(rank):
+        try:
+            rendezvous.meet(job_of(rank, 4, port=4, hosted=True), {}, timeout_s=60.0)
+        except ts.errors.ReplicaFailedError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: store.check(["torchstrategy/0/job/here/0", "torchstrategy/0/job/here/2"]))
+    own = store_of_job(store, 0)
+    report_end(own, 1, "has ended before the job had started: exit status 3 (process 4 on there)")
+    report_end(own, 3, "has ended before the job had started: killed by SIGTERM (process 5 on there)")
+    for thread in threads:
+        thread.join(timeout=20)
+    assert sorted(errors) == [0, 2]
+    for text in errors.values():
+        assert text.startswith("Rank 1 has ended before the job had started: exit status 3 (process 4 on there). ")
+        assert "Not here yet: Rank 3." in text
+
+
+def test_a_store_whose_launcher_has_ended_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LAUNCHER_ENDED_S", 0.1)
+    with pytest.raises(RuntimeError, match="The launcher keeps it: did it start"):
+        rendezvous._open_store(job_of(1, 2, port=free_port(), hosted=True), 60.0)

@@ -234,9 +234,9 @@ def different_setup(kind: str) -> float:
         elif kind == "torch":
             torch.__version__ = "1.0.0"
         elif kind == "torchstrategy":
-            from torchstrategy.collectives import joining  # noqa: PLC0415
+            from torchstrategy.collectives import process_group  # noqa: PLC0415
 
-            joining.__version__ = "0.0.1"
+            process_group.__version__ = "0.0.1"
     strategy = make(communication_options=ts.experimental.CommunicationOptions(**options), devices=devices)
     return float(strategy.reduce("SUM", torch.ones(())))
 

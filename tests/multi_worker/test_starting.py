@@ -243,6 +243,23 @@ def test_a_worker_that_is_started_twice(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_is_killed_while_others_wait_is_named_at_once(index):
+    """The third one never comes; the default time limit is 300 seconds."""
+    with Workers(3) as workers:
+        started = [workers.start(i, programs.sum_of_ones) for i in range(2)]
+        time.sleep(2.0)  # both wait
+        begin = time.monotonic()
+        started[index][1]()
+        error = started[1 - index][0].result().error
+        assert time.monotonic() - begin < 15.0
+    assert blamed(error) == {index}, error
+    assert f"Rank {index} (worker {index} at 127.0.0.1:" in str(error)
+    assert "has died while the job was starting (process " in str(error)
+    assert index == 0 or "Not here yet: Rank 2 (worker 2 at 127.0.0.1:" in str(error)
+
+
+@pytest.mark.slow
 def test_a_program_that_has_ended_while_another_still_starts():
     with Workers(2) as workers:
         leader, kill = workers.start(0, programs.sum_of_ones, 10.0)

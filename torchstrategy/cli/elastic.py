@@ -3,19 +3,27 @@
 After each rendezvous the launchers of all hosts agree on their workers' addresses and on the number of the attempt.
 The first becomes ``TF_CONFIG``. The second replaces each launcher's own count of restarts: a launcher whose workers
 were healthy does not count a restart, and ranks that disagree about it would look for each other in different places.
+
+A worker that ends before the job has started is told to the ranks of other hosts, which wait for it, over their store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -26,10 +34,21 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.launcher import api
 
 from torchstrategy.base.addresses import ReservedPorts, join_address
+from torchstrategy.collectives.joining import report_end, store_of_job
 
-__all__ = ["BACKEND", "Agreement", "WorkerEnvironments", "describe", "describe_restart", "exit_status", "tf_config"]
+__all__ = [
+    "BACKEND",
+    "Agreement",
+    "WorkerEnvironments",
+    "describe",
+    "describe_restart",
+    "exit_status",
+    "telling_agents",
+    "tf_config",
+]
 
 _MAX_LINES = 20
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
@@ -237,20 +256,92 @@ class WorkerEnvironments(DefaultLogsSpecs):
         self, agreement: Agreement, log_dir: str, before_restart: Callable[[int, dict[int, str]], Any]
     ) -> None:
         super().__init__(log_dir=log_dir)
-        self._agreement = agreement
+        self.agreement = agreement
         self._before_restart = before_restart
         self._error_files: dict[int, str] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Write ``TF_CONFIG`` and the agreed attempt into each worker's variables, and return where its logs go."""
         if self._error_files:
-            self._before_restart(self._agreement.attempt, self._error_files)
+            self._before_restart(self.agreement.attempt, self._error_files)
         for environment in envs.values():
-            environment["TORCHELASTIC_RESTART_COUNT"] = str(self._agreement.attempt)
-            environment["TF_CONFIG"] = tf_config(self._agreement.addresses, int(environment["RANK"]))
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(self.agreement.attempt)
+            environment["TF_CONFIG"] = tf_config(self.agreement.addresses, int(environment["RANK"]))
         places = super().reify(envs)
         self._error_files = {int(envs[local_rank]["RANK"]): path for local_rank, path in places.error_files.items()}
         return places
+
+
+_STORE_S = 5.0
+_READ_S = 1.0
+
+
+class TellingAgent(LocalElasticAgent):
+    """torch's, and the ranks of other hosts hear at once of a worker that ends before they have all met.
+
+    The other workers of this host are ended by torch, which may take half a minute; so this looks first.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._agreement: Agreement = kwargs["logs_specs"].agreement
+        self._attempt = -1
+        self._address = "", 0
+        self._job_store: Store | None = None
+        self._ended: set[int] = set()  # local ranks of this attempt
+        self._is_told = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            self._look(worker_group)
+            if self._is_told:  # this launcher may keep the store, and is about to end
+                time.sleep(_READ_S)
+        return result
+
+    def _look(self, group: WorkerGroup) -> None:
+        if (group.group_world_size or 1) == 1 or not group.spec.rdzv_handler.use_agent_store:
+            return
+        with contextlib.suppress(DistError, OSError):  # the store is gone, and the job with it
+            if self._attempt != self._agreement.attempt:
+                self._attempt, self._job_store, self._is_told = self._agreement.attempt, None, False
+                self._ended.clear()
+                self._address = str(group.master_addr), int(group.master_port or 0)
+                time_limit = timedelta(seconds=_STORE_S)
+                store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=time_limit)
+                self._job_store = store_of_job(store, self._attempt)
+            for local_rank, handler in getattr(self._pcontext, "subprocess_handlers", {}).items():
+                code = handler.proc.poll()
+                if self._job_store is not None and code is not None and local_rank not in self._ended:
+                    self._ended.add(local_rank)
+                    # torch's client would print a page if the store has ended.
+                    socket.create_connection(self._address, timeout=_STORE_S).close()
+                    self._tell(
+                        self._job_store, group.workers[local_rank].global_rank, local_rank, code, handler.proc.pid
+                    )
+
+    def _tell(self, store: Store, rank: int, local_rank: int, code: int, pid: int) -> None:
+        error = _read(getattr(self._pcontext, "error_files", {}).get(local_rank, os.devnull))
+        is_consequence = error is not None and error.message.startswith(_CONSEQUENCE)
+        if is_consequence or (code == 0 and store.check([f"joined/{rank}"])):
+            return
+        why = f", {error.message.splitlines()[0]}" if error else ""
+        where = f"process {pid} on {socket.gethostname()}, as its launcher says"
+        report_end(store, rank, f"has ended before the job had started: {_ending(code)}{why} ({where})")
+        self._is_told = True
+
+
+@contextlib.contextmanager
+def telling_agents() -> Iterator[None]:
+    """Let torch's launcher make agents of the kind above."""
+    name = "LocalElasticAgent"
+    agent = getattr(api, name)
+    setattr(api, name, TellingAgent)
+    try:
+        yield
+    finally:
+        setattr(api, name, agent)
 
 
 def tf_config(addresses: list[str], rank: int) -> str:

@@ -274,7 +274,8 @@ def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
         # torch puts the local rank in the place of ${local_rank}; arguments are the program's own affair.
         command = [part.replace("$", "$$") for part in command]
         try:
-            until_signal(lambda: elastic_launch(config, sys.executable)(*command))
+            with elastic.telling_agents():
+                until_signal(lambda: elastic_launch(config, sys.executable)(*command))
         except ChildFailedError as error:
             _say(elastic.describe(error.failures))
             return elastic.exit_status(error.failures)

@@ -38,7 +38,10 @@ Rendezvous, failing and leaving
 key-value store at the job's address. There the processes find each other (``collectives/rendezvous.py``) and, before
 they open any connection, compare a description of themselves: number of processes, cluster, versions of torch and of
 this library, strategy, options. A process can join a job once; one that is started again alone is refused, because
-the others are somewhere in the middle of the program.
+the others are somewhere in the middle of the program. While they gather, the first one that came holds a connection to
+each of the others (``Roll`` in ``collectives/joining.py``), so that the death of one is known at once; of those that
+never came, ``torchstrategy launch`` tells in the store. Every listener reads many callers' greetings side by side, each
+within seconds (``Door`` in ``collectives/connections.py``).
 
 Afterwards they talk over a **control plane** (``collectives/control.py``), and the store is needed only for further
 strategies. The first rank of each host is its leader; each rank holds one connection to its leader, and leaders one

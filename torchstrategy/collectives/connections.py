@@ -1,33 +1,48 @@
-"""Connections between the processes of a group: a greeting with its key, sending, waiting; and control messages."""
+"""Connections between the processes of a group: greetings with its key, sending, waiting; and control messages."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
 import json
+import secrets
+import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from torchstrategy.base.log import logger
+
 __all__ = [
+    "BACKLOG",
     "Ask",
-    "Channel",
     "Check",
+    "Door",
     "Message",
     "Peer",
-    "connect_ranks",
     "frame",
     "is_stopped",
     "lookup_name",
     "lost_record",
-    "read_exactly",
-    "read_frame",
+    "read_hello",
+    "signed_call",
+    "signed_door",
 ]
+
+#: Of listeners: strangers may fill it while this process does something else.
+BACKLOG = 4096
 
 _HEADER_BYTES = 4
 _MAX_BYTES = 1 << 20
+_MAX_GREETING_BYTES = 1 << 10
+_NONCE_BYTES = 16
+_GREETING_S = 5.0
+_MOST_CALLERS = 128
+_AT_ONCE = 16  # those who were let in earlier are read in between
+_NO_FILES_S = 0.05
+_MOST_SAID = 10
 
 Message = dict[str, Any]
 
@@ -116,21 +131,21 @@ def _length(data: bytes | bytearray) -> int:
     return length
 
 
-def read_frame(connection: socket.socket) -> Message:
-    """Read one message from a socket with a time limit, as in ``read_exactly``.
+def _read_frame(connection: socket.socket) -> Message:
+    """Read one message from a socket with a time limit, as in ``_read_exactly``.
 
     Raises:
         ValueError: it is no message of this library, or too long.
         OSError: the connection ended.
     """
-    length = _length(read_exactly(connection, _HEADER_BYTES))
-    message = json.loads(read_exactly(connection, length))
+    length = _length(_read_exactly(connection, _HEADER_BYTES))
+    message = json.loads(_read_exactly(connection, length))
     if not isinstance(message, dict):
         raise ValueError("no message of this library")
     return message
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytes:
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
     """Read so many bytes from a socket; its time limit is for all of them, and for what is read next.
 
     Raises:
@@ -150,14 +165,197 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+class Door:
+    """Where the processes of a group connect: lets in those whose greeting is right, however many strangers come.
+
+    Greetings are read side by side, each within seconds, and only so many callers at a time are listened to: the one
+    that has waited longest makes room. So one that says nothing, or drips, keeps nobody waiting.
+
+    Args:
+        listener: the listening socket; it is closed with the door.
+        check: gets a caller, what it was sent first, and all it has said so far. Returns how many bytes it should still
+            send, 0 when the greeting is complete and right; raises anything for a stranger.
+        first: makes what a caller is sent first.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        check: Callable[[socket.socket, bytes, bytes], int],
+        first: Callable[[], bytes] = bytes,
+    ) -> None:
+        self._listener = listener
+        self._check = check
+        self._first = first
+        self._callers: dict[socket.socket, tuple[float, bytes, bytearray]] = {}  # the first one came first
+        self._num_refused = 0
+        self._selector = selectors.DefaultSelector()
+        listener.settimeout(0)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def watch(self, connection: socket.socket) -> None:
+        """Let ``wait`` return this connection, too, when it can be read, until it is closed by ``forget``."""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def forget(self, connection: socket.socket) -> None:
+        """Close a connection that is watched."""
+        self._selector.unregister(connection)
+        connection.close()
+
+    def wait(self, timeout_s: float) -> list[tuple[socket.socket, bytes | None]]:
+        """Wait at most so long.
+
+        Returns:
+            The connections of those who were let in, with their greeting, and those that are watched and can be read,
+            with ``None``; at once when there are any.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found: list[tuple[socket.socket, bytes | None]] = []
+            now = time.monotonic()
+            ends = [end for end, _, _ in self._callers.values()]
+            for key, _ in self._selector.select(max(0.0, min([deadline, *ends[:1]]) - now)):
+                connection: Any = key.fileobj
+                if connection is self._listener:
+                    self._admit()
+                elif connection not in self._callers:
+                    found.append((connection, None))
+                elif (greeting := self._listen(connection)) is not None:
+                    found.append((connection, greeting))
+            now = time.monotonic()
+            for connection in [one for one, (end, _, _) in self._callers.items() if end < now]:
+                self._refuse(connection, "no greeting in time")
+            if found or now >= deadline:
+                return found
+
+    def close(self) -> None:
+        """Let nobody in any more; those who were let in or are watched keep their connections."""
+        for connection in [self._listener, *self._callers]:
+            connection.close()
+        self._callers.clear()
+        self._selector.close()
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _admit(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection = self._listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError as error:  # such as no more files for this process; or the caller has gone
+                if self._callers:
+                    self._refuse(next(iter(self._callers)), str(error))
+                else:
+                    time.sleep(_NO_FILES_S)
+                return
+            connection.settimeout(0)
+            first = self._first()
+            if len(self._callers) >= _MOST_CALLERS:
+                self._refuse(next(iter(self._callers)), "too many callers")
+            self._callers[connection] = time.monotonic() + _GREETING_S, first, bytearray()
+            self._selector.register(connection, selectors.EVENT_READ)
+            with contextlib.suppress(OSError):  # reading will find it closed
+                connection.send(first)
+
+    def _listen(self, connection: socket.socket) -> bytes | None:
+        """Read on; return the greeting when it is complete."""
+        _, first, said = self._callers[connection]
+        try:
+            missing = self._check(connection, first, bytes(said))
+            part = connection.recv(missing)
+            if not part:
+                raise ConnectionError("connection closed by peer")
+            said += part
+            if self._check(connection, first, bytes(said)):
+                return None
+        except BlockingIOError:
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever a stranger sends, the job goes on
+            self._refuse(connection, str(error))
+            return None
+        del self._callers[connection]
+        self._selector.unregister(connection)
+        return bytes(said)
+
+    def _refuse(self, connection: socket.socket, why: str) -> None:
+        self._num_refused += 1
+        if self._num_refused <= _MOST_SAID:
+            more = "; no more are mentioned" if self._num_refused == _MOST_SAID else ""
+            logger.warning("Refused a connection to a process of this job: %s%s.", why, more)
+        del self._callers[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+
+def signed_call(address: str, key: bytes, timeout_s: float, hello: Message) -> tuple[socket.socket, Message]:
+    """Connect to a ``signed_door``.
+
+    Args:
+        address: host and port, with a space between.
+        key: the group's secret.
+        timeout_s: seconds for each step.
+        hello: what this process says of itself, with its ``rank``.
+
+    Returns:
+        The connection, and the other end's answer.
+
+    Raises:
+        OSError: nobody answers there.
+        ValueError: the answer is no message of this library.
+    """
+    host, port = address.split()
+    with contextlib.ExitStack() as on_error:
+        connection = on_error.enter_context(socket.create_connection((lookup_name(host), int(port)), timeout=timeout_s))
+        nonce = _read_exactly(connection, _NONCE_BYTES)
+        connection.sendall(frame({**hello, "mac": _mac(key, nonce, hello)}))
+        answer = _read_frame(connection)
+        on_error.pop_all()
+    return connection, answer
+
+
+def signed_door(listener: socket.socket, key: bytes, expected: Collection[int]) -> Door:
+    """Return a door that lets in the processes of a group.
+
+    Args:
+        listener: the listening socket.
+        key: the group's secret. It is not sent: callers sign what each of them was sent first.
+        expected: the ranks that may come.
+    """
+
+    def check(_: socket.socket, nonce: bytes, said: bytes) -> int:
+        rest = _HEADER_BYTES - len(said)
+        if rest <= 0:
+            length = _length(said)
+            if length > _MAX_GREETING_BYTES:
+                raise ValueError(f"a greeting of {length} bytes")
+            rest += length
+        if rest == 0:
+            hello = read_hello(said)
+            mac = str(hello.pop("mac"))
+            if int(hello["rank"]) not in expected or not hmac.compare_digest(mac, _mac(key, nonce, hello)):
+                raise ValueError("not a process of this job")
+        return rest
+
+    return Door(listener, check, lambda: secrets.token_bytes(_NONCE_BYTES))
+
+
+def read_hello(said: bytes | None) -> Message:
+    """Return the message that is a greeting."""
+    return dict(json.loads((said or b"")[_HEADER_BYTES:]))
+
+
+def _mac(key: bytes, nonce: bytes, hello: Message) -> str:
+    return hmac.new(key, nonce + json.dumps(hello, sort_keys=True).encode(), "sha256").hexdigest()
+
+
 Check = Callable[[], None]
 #: Makes a call, and may raise to end the wait for it.
 Ask = Callable[[Callable[[], Any]], Any]
-
-_POLL_S = 0.5
-_READ_BYTES = 1 << 16
-_MOST_READ_BYTES = 1 << 22  # `recv` allocates what it is asked for
-_RANK_BYTES = 8
 
 
 def lookup_name(host: str) -> Any:
@@ -166,133 +364,3 @@ def lookup_name(host: str) -> Any:
     Python imports a module with tables of Unicode to encode text, 0.4 MB of each process, even if it is an address.
     """
     return host.encode() if host.isascii() else host
-
-
-class Channel:
-    """One connection to another rank.
-
-    Args:
-        connection: a connected stream socket, which the channel takes over.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_POLL_S)
-        self.socket = connection
-        self._pending = bytearray()  # the other rank may be one message ahead
-
-    def send(self, message: bytes | memoryview, check: Check) -> None:
-        """Send a message.
-
-        Args:
-            message: the bytes.
-            check: called while waiting; may raise to end the wait, after which the channel can't be used.
-
-        Raises:
-            ConnectionError: the other rank has closed the connection.
-        """
-        rest = memoryview(message)
-        while rest:
-            with contextlib.suppress(TimeoutError):
-                rest = rest[self.socket.send(rest) :]
-                continue
-            check()
-
-    def receive(self, size: int, check: Check) -> bytes:
-        """Return the next ``size`` bytes; arguments and errors as in ``send``."""
-        while len(self._pending) < size:
-            self._read(min(max(_READ_BYTES, size - len(self._pending)), _MOST_READ_BYTES), check)
-        if len(self._pending) == size:
-            message, self._pending = bytes(self._pending), bytearray()
-        else:
-            message = bytes(self._pending[:size])
-            del self._pending[:size]
-        return message
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.socket.close()
-
-    def _read(self, size: int, check: Check) -> None:
-        while True:
-            part = None
-            with contextlib.suppress(TimeoutError):
-                part = self.socket.recv(size)
-            if part is None:
-                check()
-                continue
-            if not part:
-                raise ConnectionError("connection closed by peer")
-            self._pending += part
-            return
-
-
-def connect_ranks(
-    listener: socket.socket,
-    rank: int,
-    calls: Mapping[int, Callable[[float], socket.socket]],
-    answers: Iterable[int],
-    key: bytes,
-    timeout_s: float,
-    check: Check,
-) -> dict[int, Channel]:
-    """Connect to some ranks and wait for others to connect.
-
-    Args:
-        listener: where this rank is reached.
-        rank: this process's id.
-        calls: for each rank to connect to, what does it within the given seconds.
-        answers: the ranks that will connect to this one.
-        key: the group's secret, without which a connection is turned away.
-        timeout_s: seconds in which all connections must be there.
-        check: called while waiting; may raise to end the wait.
-
-    Returns:
-        The channels by rank.
-
-    Raises:
-        OSError: a rank can't be reached, or did not connect in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    channels: dict[int, Channel] = {}
-    missing = set(answers)
-    try:
-        for other, call in calls.items():
-            try:
-                channels[other] = Channel(call(max(0.1, deadline - time.monotonic())))
-            except OSError as error:
-                raise ConnectionError(f"rank {rank} can't connect to rank {other}: {error}") from error
-            channels[other].send(key + rank.to_bytes(_RANK_BYTES, "little"), check)
-        listener.settimeout(_POLL_S)
-        while missing:
-            check()
-            if time.monotonic() > deadline:
-                absent = ", ".join(map(str, sorted(missing)))
-                raise TimeoutError(f"rank {absent} did not connect to rank {rank} within {timeout_s:g} s")
-            try:
-                channel = Channel(listener.accept()[0])
-            except TimeoutError:
-                continue
-            other = _greeted(channel, key)
-            if other in missing:
-                missing.remove(other)
-                channels[other] = channel
-            else:
-                channel.close()
-    except BaseException:
-        for channel in channels.values():
-            channel.close()
-        raise
-    return channels
-
-
-def _greeted(channel: Channel, key: bytes) -> int:
-    """Return which rank is calling; -1 for a stranger."""
-    try:
-        hello = channel.receive(len(key) + _RANK_BYTES, _give_up)
-    except OSError:
-        return -1
-    return int.from_bytes(hello[len(key) :], "little") if hmac.compare_digest(hello[: len(key)], key) else -1
-
-
-def _give_up() -> None:
-    raise TimeoutError("no greeting in time")

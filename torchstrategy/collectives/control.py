@@ -8,7 +8,6 @@ process that dies closes its connection, one that is stopped or cut off stops se
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import selectors
@@ -25,19 +24,18 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.collectives.connections import (
+    BACKLOG,
     Message,
     Peer,
     frame,
-    lookup_name,
     lost_record,
-    read_exactly,
-    read_frame,
+    read_hello,
+    signed_call,
+    signed_door,
 )
 
 __all__ = ["ControlPlane"]
 
-_NONCE_BYTES = 16
-_GREETING_S = 5.0
 _FLUSH_S = 1.0
 
 
@@ -146,18 +144,18 @@ class ControlPlane:
         above = [other for other in self._leaders if other > self._rank]
         expected = {*above, *(r for r, host in enumerate(self._hosts) if host == self._hosts[leader])} - {leader}
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=len(expected) + 8) as listener:
+        with socket.create_server((address, 0), family=family, backlog=BACKLOG) as listener:
             store.set(f"address/{self._rank}", f"{address} {listener.getsockname()[1]}")
             for other in self._leaders[: self._leaders.index(leader)]:
                 self._call(other, store, key, timeout_s)
             deadline = time.monotonic() + timeout_s
-            while missing := expected - set(self._peers):
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    self._give_up(sorted(missing), f"did not connect within {timeout_s:g} s")
-                listener.settimeout(remaining)
-                with contextlib.suppress(TimeoutError):
-                    self._welcome(listener.accept()[0], key, missing)
+            with signed_door(listener, key, expected) as door:
+                while missing := expected - set(self._peers):
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        self._give_up(sorted(missing), f"did not connect within {timeout_s:g} s")
+                    for connection, hello in door.wait(remaining):
+                        self._welcome(connection, read_hello(hello))
 
     def _give_up(self, missing: Sequence[int], how: str) -> NoReturn:
         """Tell the ranks that are connected whom this one waited for; else they would take this one for the culprit."""
@@ -169,36 +167,23 @@ class ControlPlane:
         raise TimeoutError(f"Rank {names} {how}.")
 
     def _call(self, other: int, store: Store, key: bytes, timeout_s: float) -> None:
-        host, port = _wait_for(store, f"address/{other}", other).decode().split()
-        with contextlib.ExitStack() as on_error:
-            try:
-                connection = on_error.enter_context(
-                    socket.create_connection((lookup_name(host), int(port)), timeout=timeout_s)
-                )
-                mac = _mac(key, read_exactly(connection, _NONCE_BYTES), self._rank)
-                connection.sendall(frame({"rank": self._rank, "pid": os.getpid(), "mac": mac}))
-                pid = int(read_frame(connection)["pid"])
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                raise ConnectionError(f"Rank {other} can't be reached at {host}, port {port}: {error}") from error
-            on_error.pop_all()
+        address = _wait_for(store, f"address/{other}", other).decode()
+        try:
+            connection, answer = signed_call(address, key, timeout_s, {"rank": self._rank, "pid": os.getpid()})
+            pid = int(answer["pid"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            where = address.replace(" ", ", port ")
+            raise ConnectionError(f"Rank {other} can't be reached at {where}: {error}") from error
         self._add(other, connection, pid)
 
-    def _welcome(self, connection: socket.socket, key: bytes, missing: set[int]) -> None:
-        """Take a connection whose other end knows the job's key; close any other."""
-        connection.settimeout(_GREETING_S)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        try:
-            connection.sendall(nonce)
-            hello = read_frame(connection)
-            other, pid, mac = int(hello["rank"]), int(hello["pid"]), str(hello["mac"])
-            if other not in missing or not hmac.compare_digest(mac, _mac(key, nonce, other)):
-                raise ValueError("not a process of this job")
-            connection.sendall(frame({"pid": os.getpid()}))
-        except Exception as error:  # noqa: BLE001 - whatever a stranger sends, the job goes on
-            logger.warning("Refused a connection to the job's control plane: %s", error)
+    def _welcome(self, connection: socket.socket, hello: Message) -> None:
+        """Take a connection that a rank has made; a second one of its is closed."""
+        if hello["rank"] in self._peers:
             connection.close()
             return
-        self._add(other, connection, pid)
+        with contextlib.suppress(OSError):  # reading will find it closed
+            connection.send(frame({"pid": os.getpid()}))
+        self._add(hello["rank"], connection, int(hello["pid"]))
 
     def _add(self, other: int, connection: socket.socket, pid: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -381,7 +366,3 @@ def _wait_for(store: Store, name: str, rank: int) -> bytes:
         return store.get(name)
     except DistStoreError:
         raise TimeoutError(f"Rank {rank} did not say how to reach it.") from None
-
-
-def _mac(key: bytes, nonce: bytes, rank: int) -> str:
-    return hmac.new(key, nonce + str(rank).encode(), "sha256").hexdigest()

@@ -19,7 +19,8 @@ from typing import Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy.base.labels import label
-from torchstrategy.collectives.connections import Ask, Channel, Check, connect_ranks, lookup_name
+from torchstrategy.collectives.connections import BACKLOG, Ask, Check, lookup_name
+from torchstrategy.collectives.joining import Channel, connect_ranks
 
 __all__ = ["MAX_BODY_BYTES", "MAX_MESH_SIZE", "RecordMesh", "RecordTree", "Records", "connect_records"]
 
@@ -220,7 +221,7 @@ def _connect(
     ask: Ask,
 ) -> dict[int, Channel]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=max(1, len(answers))) as listener:
+    with socket.create_server((address, 0), family=family, backlog=BACKLOG) as listener:
         port = listener.getsockname()[1]
 
         def introduce() -> tuple[bytes, dict[int, str]]:

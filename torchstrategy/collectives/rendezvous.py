@@ -21,8 +21,9 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import call_site, logger
-from torchstrategy.collectives.connections import Ask, lookup_name
+from torchstrategy.collectives.connections import Ask, Message, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
+from torchstrategy.collectives.joining import Roll, end_of, store_of_job
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["Rendezvous", "meet", "raise_lost_store"]
@@ -34,6 +35,9 @@ _KNOCK_S = 0.05
 _PATIENCE_S = 10.0
 _REQUEST_S = 50e-6  # what each request costs the store; hundreds of processes ask it
 _LAST_WORDS_S = 3.0
+_SOON_S = 1.0
+_LAUNCHER_S = 0.5
+_LAUNCHER_ENDED_S = 5.0
 _STUCK_S = 12.0  # longer than anything else that a wait for the store does once it knows of a failure
 _GRACE_S = 5.0
 T = TypeVar("T")
@@ -137,14 +141,28 @@ class _FirstRendezvous:
 def _join(rendezvous: _FirstRendezvous) -> _Joined:
     """Connect to the store and to the other processes, once for each job."""
     job, timeout_s = rendezvous.job, rendezvous.timeout_s
+    roll = Roll(job.rank, job.size)
     # Up to three waits of that length: for the store, for the others, for their connections.
-    return _in_time(functools.partial(_connect, rendezvous, threading.get_ident()), job, 3 * timeout_s)
+    connect = functools.partial(_connect, rendezvous, roll, threading.get_ident())
+    try:
+        return _in_time(connect, job, 3 * timeout_s, roll=roll)
+    except DistError:  # the one who keeps the store may have died
+        if failure := roll.wait_for_failure(1.0):
+            _raise_gone(job, failure)
+        raise
+    except (DisagreementError, ReplicaFailedError):  # the others know as much
+        raise
+    except BaseException as error:
+        roll.fail(error)
+        raise
+    finally:
+        roll.leave()
 
 
-def _connect(rendezvous: _FirstRendezvous, thread: int) -> _Joined:
+def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     job, timeout_s = rendezvous.job, rendezvous.timeout_s
     store = _in_time(functools.partial(_open_store, job, timeout_s), job, timeout_s)
-    own = PrefixStore(f"torchstrategy/{job.attempt}/job", store)
+    own = store_of_job(store, job.attempt)
     if own.add(f"joined/{job.rank}", 1) > 1:
         raise RuntimeError(
             f"{_name(job, job.rank)} has joined this job before. A process can't come back alone: end all of them and "
@@ -152,10 +170,12 @@ def _connect(rendezvous: _FirstRendezvous, thread: int) -> _Joined:
             f"{job.address}:{job.port}.)"
         )
     address = _own_address(job.address, job.port)
+    if job.size > 1:
+        roll.join(own, address)
     own.set(f"host/{job.rank}", json.dumps([_host_identity(), address]))
     store.set(f"torchstrategy/attempt/{job.rank}", str(job.attempt))
     try:
-        _wait_for_all(own, job, rendezvous.description, timeout_s)
+        _wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(f"{error}{_other_attempts(store, job)}") from None
     cards = own.multi_get([f"host/{rank}" for rank in range(job.size)])
@@ -266,8 +286,10 @@ def _reach(job: Job, timeout_s: float) -> None:
         try:
             socket.create_connection((lookup_name(job.address), job.port), timeout=max(0.1, remaining)).close()
             return
-        except OSError:
-            if time.monotonic() > start + timeout_s:
+        except OSError as error:
+            # A launcher listens before it starts a process.
+            is_over = job.hosted and isinstance(error, ConnectionRefusedError)
+            if time.monotonic() > start + (min(timeout_s, _LAUNCHER_ENDED_S) if is_over else timeout_s):
                 raise
         if not is_said and time.monotonic() > start + _PATIENCE_S:
             is_said = True
@@ -275,7 +297,9 @@ def _reach(job: Job, timeout_s: float) -> None:
         time.sleep(_KNOCK_S)
 
 
-def _in_time(call: Callable[[], T], job: Job, timeout_s: float, watch: FailureWatch | None = None) -> T:
+def _in_time(
+    call: Callable[[], T], job: Job, timeout_s: float, watch: FailureWatch | None = None, roll: Roll | None = None
+) -> T:
     """Return what a call returns that asks the store.
 
     A store's client waits without end for one that is stopped, or for another program, and can't be interrupted. So a
@@ -302,6 +326,8 @@ def _in_time(call: Callable[[], T], job: Job, timeout_s: float, watch: FailureWa
         failed_at = float("inf") if failure is None else min(failed_at, now)
         if failure is not None and watch is not None and now > failed_at + _STUCK_S:
             raise ReplicaFailedError(f"{describe(failure)}\n(This rank was {watch.position}.)")
+        if roll is not None and roll.failure is not None and not wait([future], timeout=_SOON_S).done:
+            _raise_gone(job, roll.failure)
         if now > deadline:
             where = "" if watch is None else f" {watch.where_is_everyone()}"
             raise DeadlineExceededError(
@@ -313,7 +339,12 @@ def _in_time(call: Callable[[], T], job: Job, timeout_s: float, watch: FailureWa
 
 
 def _wait_for_all(
-    store: Store, job: Job, description: Mapping[str, str], timeout_s: float, watch: FailureWatch | None = None
+    store: Store,
+    job: Job,
+    description: Mapping[str, str],
+    timeout_s: float,
+    watch: FailureWatch | None = None,
+    roll: Roll | None = None,
 ) -> None:
     """Wait until all processes are here, and compare what they say about themselves as they come."""
     _raise_if_failed(watch)
@@ -326,7 +357,10 @@ def _wait_for_all(
     while missing:
         is_late = time.monotonic() > deadline
         ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
-        if is_late or ended or time.monotonic() >= look_at or store.add("arrived", 0) >= job.size:
+        num_arrived = store.add("arrived", 0)
+        if roll is not None:
+            _look_who_is_gone(store, job, roll, num_arrived, missing)
+        if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
             for rank, theirs in _arrived(store, missing).items():
                 missing.remove(rank)
                 _compare(store, job, description, rank, json.loads(theirs))
@@ -346,6 +380,29 @@ def _wait_for_all(
             logger.warning("Waiting for %s to make its strategy.", ", ".join(_name(job, rank) for rank in missing))
         if missing:
             time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+
+
+def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, missing: Sequence[int]) -> None:
+    """Raise if a rank has died before all have come; what its launcher says of it goes before what the others see."""
+    failure = end_of(store, num_arrived)
+    if failure is None and roll.failure is not None:
+        time.sleep(_LAUNCHER_S if job.hosted else 0.0)
+        failure = end_of(store, store.add("arrived", 0)) or roll.failure
+    if failure is not None:
+        roll.tell(failure)
+        here = _arrived(store, missing)
+        _raise_gone(job, failure, [rank for rank in missing if rank not in here])
+
+
+def _raise_gone(job: Job, failure: Message, missing: Sequence[int] = ()) -> NoReturn:
+    text = describe(failure).replace(f"Rank {failure['rank']}", _name(job, failure["rank"]), 1)
+    absent = ", ".join(_name(job, rank) for rank in missing if rank != failure["rank"])
+    if failure["operation"] is None:
+        text += " Its own output says why, or the kernel's log."
+    if absent:
+        text += f" Not here yet: {absent}."
+    kind = DeadlineExceededError if failure.get("is_deadline") else ReplicaFailedError
+    raise kind(f"{text}\n(This rank was waiting for the others to start.)")
 
 
 def _arrived(store: Store, missing: Sequence[int]) -> dict[int, bytes]:

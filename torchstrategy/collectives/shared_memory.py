@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.labels import label
-from torchstrategy.collectives.connections import Channel, Check, connect_ranks
+from torchstrategy.collectives.connections import BACKLOG, Check
+from torchstrategy.collectives.joining import Channel, connect_ranks
 from torchstrategy.collectives.summing import (
     Chunk,
     Pack,
@@ -350,7 +351,7 @@ def _listen(card: list[str]) -> socket.socket:
     card[0], card[1] = f"torchstrategy-{secrets.token_hex(16)}", secrets.token_hex(16)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{card[0]}")
-    listener.listen(128)
+    listener.listen(BACKLOG)
     return listener
 
 

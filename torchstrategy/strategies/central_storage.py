@@ -26,7 +26,7 @@ from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_copies
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
-from torchstrategy.collectives.joining import devices_of_process, join
+from torchstrategy.collectives.process_group import devices_of_process, join
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory

@@ -14,7 +14,7 @@ from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_copies
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.joining import devices_of_process, join
+from torchstrategy.collectives.process_group import devices_of_process, join
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["MirroredStrategy"]

@@ -17,7 +17,7 @@ from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.joining import devices_of_process, join
+from torchstrategy.collectives.process_group import devices_of_process, join
 from torchstrategy.collectives.routes import choose_implementation
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.strategy import Strategy

@@ -21,8 +21,7 @@ from torchstrategy.base.devices import Placement
 from torchstrategy.base.job import Job
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.base.values import shares_of
-from torchstrategy.collectives.joining import join
-from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.collectives.process_group import WorkerGroup, join
 from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record
