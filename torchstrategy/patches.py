@@ -28,6 +28,9 @@ operators that draw random numbers, on a dispatch key of their own; ``torch.rand
 the C library's ``mallopt``
     Steps find the memory that the last one freed: ``concurrent=True``, ``ts.utils.tune()`` (so ``Model.fit``),
     ``ts.utils.keep_freed_memory()``. Until the process ends.
+the process's limit of open files
+    Strangers who connect to the job's store don't use it up: the soft limit becomes the hard one, of the process that
+    keeps the store. Until the process ends.
 
 On the program's own objects: a recorded object changes its class at the first ``run`` with several replicas in a
 process (to a facade of the same name), and parameters of several replicas get a hook that tells of their backward
@@ -54,6 +57,7 @@ __all__ = [
     "Patch",
     "WhileUsed",
     "active",
+    "allow_files",
     "forget_sources",
     "keep_freed_memory",
     "note",
@@ -67,6 +71,8 @@ PROCESS = "the process ends"
 #: Of glibc's <malloc.h>: what to keep at the end of the heap, to fetch beyond a request, and to map by itself.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEEPING = "the C library's mallopt: freed memory is kept"
+
+_FILES = "the process's limit of open files"
 
 _MISSING = object()
 #: How often it is looked whether a compilation has ended, in seconds.
@@ -252,6 +258,20 @@ def keep_freed_memory() -> bool:
     if worked and not any(patch.what == _KEEPING for patch in active()):
         note(_KEEPING, "steps find the memory that the last one freed", PROCESS)
     return worked
+
+
+def allow_files() -> None:
+    """Let this process open as many files as the system allows it; torch's store has one open for each caller."""
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        note(_FILES, "strangers who connect to the job's store don't use it up", PROCESS)
 
 
 def forget_sources() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -41,11 +42,14 @@ def stop_before_connections(deadline_s: float) -> None:
 
 
 def make_strategy(
-    deadline_s: float | None = None, heartbeat_s: float | None = None, num_devices: int = 1
+    deadline_s: float | None = None,
+    heartbeat_s: float | None = None,
+    num_devices: int = 1,
+    implementation: str = "AUTO",
 ) -> ts.MultiWorkerMirroredStrategy:
     if heartbeat_s is not None:
         os.environ["TORCHSTRATEGY_HEARTBEAT_S"] = str(heartbeat_s)
-    options = ts.experimental.CommunicationOptions(timeout_seconds=deadline_s)
+    options = ts.experimental.CommunicationOptions(timeout_seconds=deadline_s, implementation=implementation)
     devices = [f"cpu:{index}" for index in range(num_devices)]
     return ts.MultiWorkerMirroredStrategy(communication_options=options, devices=devices)
 
@@ -56,7 +60,7 @@ def train(
     fault: Fault | None = None,
     inside: bool = False,
     here: Path | None = None,
-    **options: float | None,
+    **options: Any,
 ) -> tuple[list[float], Tensor]:
     """Train a small network on one batch after another; return the losses and the weights.
 
@@ -259,6 +263,12 @@ def start(delays_s: tuple[float, ...], deadline_s: float | None = None, **edits:
         edit_config(lambda config: config["cluster"]["worker"].__setitem__(0, edits["leader"]))
     time.sleep(delays_s[own])
     return float(make_strategy(deadline_s=deadline_s).reduce("SUM", torch.ones(())))
+
+
+def start_with_few_files(delays_s: tuple[float, ...], num_files: int) -> tuple[float, float]:
+    """Do as ``start`` in a process that may open few files, as most may by default."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return start(delays_s, 20.0)
 
 
 def total(strategy: ts.Strategy) -> float:

@@ -14,6 +14,7 @@ import pytest
 import torchstrategy as ts
 from tests.multi_worker import programs
 from tests.multi_worker.lost import blamed
+from tests.multi_worker.strangers import Strangers
 
 SOON_S = 30.0
 
@@ -240,6 +241,41 @@ def test_a_worker_that_is_started_twice(tmp_path):
     refused = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     assert any("has joined this job before" in message for message in refused)
     assert leader.result().value == 2.0 or leader.result().error is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_strangers_at_every_port_hold_up_nobody(implementation):
+    with ts.testing.ProcessPool(3, launcher="TF_CONFIG") as pool:
+        pool.run(programs.rank)
+        with Strangers([process.pid for process in pool._processes]) as strangers:
+            # The last one comes late, so that strangers are first everywhere.
+            begin = time.monotonic()
+            pool.run(programs.start, (0.0, 0.0, 2.0), 20.0, timeout_s=SOON_S)
+            assert time.monotonic() - begin < 10.0
+            pool.run(programs.train, 20, implementation=implementation, deadline_s=20.0, timeout_s=SOON_S)
+        assert len(strangers.seen) > (3 if implementation == "AUTO" else 6), strangers.seen
+
+
+@pytest.mark.slow
+def test_strangers_do_not_use_up_the_files_of_the_store():
+    with ts.testing.ProcessPool(2, launcher="TF_CONFIG") as pool, contextlib.ExitStack() as stack:
+        pool.run(programs.rank)
+        address = ("127.0.0.1", pool._ports.numbers[0])
+
+        def attack():
+            while len(callers) < 400:
+                try:
+                    callers.append(stack.enter_context(socket.create_connection(address, timeout=1)))
+                except OSError:
+                    time.sleep(0.01)
+
+        callers = []
+        thread = threading.Thread(target=attack)
+        thread.start()
+        values = pool.run(programs.start_with_few_files, (0.0, 3.0), 256, timeout_s=SOON_S)
+        thread.join()
+    assert values == [2.0, 2.0]
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
+from torchstrategy import patches
 from torchstrategy.cli import elastic, worker_main
 from torchstrategy.cli.elastic import BACKEND, Agreement, WorkerEnvironments, tf_config
 from torchstrategy.cli.host import num_usable_cores
@@ -251,6 +252,7 @@ def describe(options: argparse.Namespace, host: str) -> str:
 
 def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
     os.environ["OMP_NUM_THREADS"] = _num_threads(options.nproc_per_node)
+    patches.allow_files()  # the job's store may be here
     agreement = Agreement(options.nproc_per_node, host)
     with tempfile.TemporaryDirectory(prefix="torchstrategy_launch_") as folder, _torch_log(options) as last_error:
         config = LaunchConfig(
