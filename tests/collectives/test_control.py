@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from torchstrategy.collectives import connections
+from torchstrategy.collectives import connections, control
 from torchstrategy.collectives.control import ControlPlane
 
 LAYOUTS = [(0, 0), (0, 1), (0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1, 2), (0, 1, 2, 3)]
@@ -146,6 +146,7 @@ def test_all_leave_at_once(connect, hosts):
 
 
 def test_a_silent_rank_of_another_host_is_lost_and_may_come_back(connect, monkeypatch):
+    monkeypatch.setattr(control.Pulse, "start", lambda connections, interval_s: None)  # or its process has been killed
     monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
     nodes = connect((0, 0, 1))
     stopped = nodes[2].plane
@@ -157,6 +158,20 @@ def test_a_silent_rank_of_another_host_is_lost_and_may_come_back(connect, monkey
         blocked.set()
         del stopped._find_silent
     until(lambda: all(node.back == [2] for node in nodes[:2]))
+
+
+def test_a_busy_process_of_another_host_is_not_taken_for_a_stopped_one(connect, monkeypatch):
+    monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
+    nodes = connect((0, 0, 1))
+    busy, blocked = nodes[2].plane, threading.Event()
+    busy._find_silent = lambda now: blocked.wait(30)
+    time.sleep(2.0)  # four times the deadline
+    assert [node.lost for node in nodes[:2]] == [[], []]
+    blocked.set()
+    del busy._find_silent
+    busy._pulse._process.kill()  # nor is one whose process that beats is killed, while its thread runs
+    time.sleep(1.0)
+    assert [node.lost for node in nodes[:2]] == [[], []]
 
 
 def test_a_busy_process_of_this_host_is_not_taken_for_a_stopped_one(connect, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -124,6 +125,15 @@ def reduce_for_ever(num_floats: int, here: Path) -> None:
     (here / str(strategy.workers.rank)).write_text("")
     while True:
         strategy.reduce("SUM", tensor)
+
+
+def hold_the_lock(rank_: int, seconds: int) -> tuple[float, int]:
+    """Train, and let native code keep a rank's interpreter for some time."""
+    strategy = make_strategy(heartbeat_s=1.0)
+    strategy.reduce("SUM", torch.ones(()))
+    if strategy.workers.rank == rank_:
+        ctypes.PyDLL(None).sleep(seconds)
+    return float(strategy.reduce("SUM", torch.ones(()))), strategy.workers.watch._plane._pulse._process.pid
 
 
 def hang_in_a_replica() -> object:

@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -65,8 +66,7 @@ def test_one_of_two_is_named(rank):
 
 
 def check_on_two_hosts(network, rank, kind):
-    # A stopped process can't be told from a busy one on another host, so this takes a longer silence than the others.
-    outcomes = lose(4, Fault(kind, rank, 5), inside=True, network=network(2), heartbeat_s=3.0)
+    outcomes = lose(4, Fault(kind, rank, 5), inside=True, network=network(2))
     check_survivors(outcomes, rank)
 
 
@@ -81,6 +81,22 @@ def test_one_of_two_ranks_on_each_of_two_hosts_is_named(network, rank, kind):
 @pytest.mark.parametrize("rank", range(4))
 def test_any_of_two_ranks_on_each_of_two_hosts_is_named(network, rank, kind):
     check_on_two_hosts(network, rank, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_another_host_in_native_code_is_not_taken_for_a_stopped_one(network, rank):
+    with ts.testing.ProcessPool(2, launcher="TF_CONFIG", network=network(2)) as pool:
+        found = pool.run(programs.hold_the_lock, rank, 4)  # four times the heartbeat
+        assert [total for total, _ in found] == [2.0, 2.0]
+        beating = [Path(f"/proc/{pid}") for _, pid in found]
+        assert all(path.exists() for path in beating)
+        for own in range(2):
+            pool.send_signal(own, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while any(path.exists() for path in beating):
+            assert time.monotonic() < deadline, "it outlives its parent"
+            time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -1,12 +1,44 @@
-"""The processes that train together, as one of them sees them before it has met the others; and their heartbeat."""
+"""The processes that train together, as one of them sees them before it has met the others; and their heartbeat.
+
+Threads of Python can't beat while native code holds the interpreter's lock, which may take longer than anybody should
+wait for a dead process. So a small process of its own beats, for as long as its parent is there and not stopped.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Job", "heartbeat_seconds"]
+__all__ = ["Job", "Pulse", "heartbeat_seconds"]
+
+_END_S = 1.0
+# Imports nothing that takes time or memory. It ends with its standard input, or with its parent, however that ends.
+_PULSE = """
+import os, select, sys
+parent, interval_s, files = int(sys.argv[1]), float(sys.argv[2]), list(map(int, sys.argv[3:]))
+while files and os.getppid() == parent:
+    try:
+        with open(f"/proc/{parent}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        break
+    if state in "ZX":
+        break
+    for file in files if state not in "Tt" else []:
+        try:
+            os.write(file, b".")
+        except BlockingIOError:
+            pass
+        except OSError:
+            files = [other for other in files if other != file]
+    if select.select([0], [], [], interval_s)[0]:
+        break
+"""
 
 
 def heartbeat_seconds() -> float:
@@ -26,6 +58,59 @@ def heartbeat_seconds() -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"TORCHSTRATEGY_HEARTBEAT_S must be a positive number of seconds. Received: {text!r}")
     return seconds
+
+
+class Pulse:
+    """A process that sends a byte over connections again and again, unless this one is stopped or has ended.
+
+    Args:
+        process: it; it ends when its standard input is closed.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._parent = os.getpid()
+
+    @classmethod
+    def start(cls, connections: Sequence[socket.socket], interval_s: float) -> Pulse | None:
+        """Start the process.
+
+        Args:
+            connections: they don't block.
+            interval_s: seconds between two bytes.
+
+        Returns:
+            It; ``None`` without connections, and where there can be none.
+        """
+        if sys.platform != "linux" or not sys.executable or not connections:  # elsewhere nothing tells who is stopped
+            return None
+        files = [connection.fileno() for connection in connections]
+        command = [sys.executable, "-I", "-S", "-c", _PULSE, str(os.getpid()), str(interval_s), *map(str, files)]
+        try:
+            # In a session of its own: Ctrl-C must not end it before this process.
+            process = subprocess.Popen(
+                command,
+                pass_fds=files,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            return None
+        return cls(process)
+
+    def end(self) -> None:
+        """End the process; in a forked child, let go of it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if os.getpid() != self._parent:
+            return
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ waits. A rank that fails says so before it raises, and the others, also those th
   workers, close their copies of the connections, which would otherwise outlive their parent.
 - A process that is **stopped or cut off** is known by its silence, for 10 seconds (``TORCHSTRATEGY_HEARTBEAT_S``). A
   leader also asks the kernel about silent processes of its own host, since native code may keep Python's threads from
-  running for long. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
+  running for long. For the same reason a small process beats for each leader, over connections of its own, unless the
+  kernel says that the leader is stopped (``base/job.py``). TCP's keepalive can't do that: the kernel answers for stopped
+  processes, too. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
   forgiven.
 - When **nothing goes on** for a minute (``TORCHSTRATEGY_STALL_S``), the first rank that waits logs who waits where and
   who has not come, and writes all ranks' stacks to a file (``base/stalls.py``). So does a process whose replicas wait

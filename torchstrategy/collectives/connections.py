@@ -59,6 +59,8 @@ class Peer:
     def __init__(self, rank: int, connection: socket.socket, pid: int | None) -> None:
         self.rank = rank
         self.connection = connection
+        #: The second connection of a leader, over which nothing but beats come.
+        self.pulse: socket.socket | None = None
         self._pid = pid
         self.received = bytearray()
         self.unsent = bytearray()
@@ -79,6 +81,26 @@ class Peer:
             found.append(json.loads(self.received[_HEADER_BYTES:end]))
             del self.received[:end]
         return found
+
+    def beats(self) -> bool:
+        """Read the second connection; return whether it is still there."""
+        try:
+            return self.pulse is not None and bool(self.pulse.recv(1 << 12))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def drop_pulse(self) -> None:
+        """Close the second connection."""
+        if self.pulse is not None:
+            self.pulse.close()
+        self.pulse = None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.connection.close()
+        self.drop_pulse()
 
     def may_be_stopped(self) -> bool:
         """Say whether silence means that the process can't run; one on this host may just be busy in native code."""

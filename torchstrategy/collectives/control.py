@@ -3,6 +3,9 @@
 The first rank of each host is its leader. Every process holds one TCP connection to its leader, and leaders one to
 each other. A thread serves them, so that a process answers while its program computes or waits; messages are JSON. A
 process that dies closes its connection, one that is stopped or cut off stops sending heartbeats.
+
+A leader has a second connection to each other one, over which a process of its own beats while native code keeps the
+thread from running (``Pulse``). TCP's own keepalive would not do: the kernel answers for a stopped process, too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from torchstrategy.base.job import heartbeat_seconds
+from torchstrategy.base.job import Pulse, heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.collectives.connections import (
     BACKLOG,
@@ -80,6 +83,7 @@ class ControlPlane:
         self._heartbeat_s = heartbeat_seconds()
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._peers: dict[int, Peer] = {}
+        self._pulse: Pulse | None = None
         self._left: set[int] = set()
         self._outbox: deque[Message] = deque()
         self._selector = selectors.DefaultSelector()
@@ -94,6 +98,8 @@ class ControlPlane:
             self.release()
             self._selector.close()
             raise
+        pulses = [peer.pulse for peer in self._peers.values() if peer.pulse is not None]
+        self._pulse = Pulse.start(pulses, self._heartbeat_s / 4)
         _planes.add(self)
         self._thread = threading.Thread(target=self._serve, name="torchstrategy-control", daemon=True)
         self._thread.start()
@@ -150,7 +156,9 @@ class ControlPlane:
                 self._call(other, store, key, timeout_s)
             deadline = time.monotonic() + timeout_s
             with signed_door(listener, key, expected) as door:
-                while missing := expected - set(self._peers):
+                while missing := [
+                    r for r in expected if r not in self._peers or (r in above and not self._peers[r].pulse)
+                ]:
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         self._give_up(sorted(missing), f"did not connect within {timeout_s:g} s")
@@ -168,22 +176,28 @@ class ControlPlane:
 
     def _call(self, other: int, store: Store, key: bytes, timeout_s: float) -> None:
         address = _wait_for(store, f"address/{other}", other).decode()
+        hello = {"rank": self._rank, "pid": os.getpid(), "is_pulse": False}
         try:
-            connection, answer = signed_call(address, key, timeout_s, {"rank": self._rank, "pid": os.getpid()})
-            pid = int(answer["pid"])
+            connection, answer = signed_call(address, key, timeout_s, hello)
+            self._add(other, connection, int(answer["pid"]))
+            if self._rank in self._leaders:
+                self._feel(other, signed_call(address, key, timeout_s, {**hello, "is_pulse": True})[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             where = address.replace(" ", ", port ")
             raise ConnectionError(f"Rank {other} can't be reached at {where}: {error}") from error
-        self._add(other, connection, pid)
 
     def _welcome(self, connection: socket.socket, hello: Message) -> None:
-        """Take a connection that a rank has made; a second one of its is closed."""
-        if hello["rank"] in self._peers:
-            connection.close()
-            return
+        """Take a connection that a rank has made; one more than it should is closed."""
+        other = hello["rank"]
+        peer = self._peers.get(other)
         with contextlib.suppress(OSError):  # reading will find it closed
             connection.send(frame({"pid": os.getpid()}))
-        self._add(hello["rank"], connection, int(hello["pid"]))
+        if peer is None and not hello["is_pulse"]:
+            self._add(other, connection, int(hello["pid"]))
+        elif peer is not None and hello["is_pulse"] and peer.pulse is None:
+            self._feel(other, connection)
+        else:
+            connection.close()
 
     def _add(self, other: int, connection: socket.socket, pid: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -192,6 +206,11 @@ class ControlPlane:
         peer = Peer(other, connection, pid if is_here else None)
         self._peers[other] = peer
         self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _feel(self, other: int, pulse: socket.socket) -> None:
+        pulse.settimeout(0)
+        self._peers[other].pulse = pulse
+        self._selector.register(pulse, selectors.EVENT_READ, self._peers[other])
 
     # --- the thread
 
@@ -239,7 +258,13 @@ class ControlPlane:
             peer: Peer = key.data
             if peer.rank not in self._peers:
                 continue
-            if events & selectors.EVENT_READ:
+            if key.fileobj is peer.pulse:
+                if peer.beats():
+                    self._heard(peer)
+                else:  # the other process is about to be found dead
+                    self._selector.unregister(key.fileobj)
+                    peer.drop_pulse()
+            elif events & selectors.EVENT_READ:
                 self._read(peer)
             if events & selectors.EVENT_WRITE and peer.rank in self._peers:
                 self._write(peer)
@@ -256,11 +281,7 @@ class ControlPlane:
         if not data:
             self._closed(peer)
             return
-        peer.heard_at = time.monotonic()
-        if peer.is_silent:
-            peer.is_silent = False
-            self._on_back(peer.rank)
-            self._tell("back", peer.rank)
+        self._heard(peer)
         peer.received += data
         try:
             for message in peer.messages():
@@ -268,6 +289,13 @@ class ControlPlane:
         except (ValueError, LookupError, TypeError) as error:
             logger.error("Rank %d sent something that is no message: %s", peer.rank, error)
             self._closed(peer)
+
+    def _heard(self, peer: Peer) -> None:
+        peer.heard_at = time.monotonic()
+        if peer.is_silent:
+            peer.is_silent = False
+            self._on_back(peer.rank)
+            self._tell("back", peer.rank)
 
     def _take(self, message: Message, peer: Peer) -> None:
         kind, sender, to = message["kind"], message["from"], message["to"]
@@ -323,8 +351,10 @@ class ControlPlane:
         self._selector.modify(peer.connection, events, peer)
 
     def _closed(self, peer: Peer) -> None:
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
+        for connection in (peer.connection, peer.pulse):
+            if connection is not None:
+                self._selector.unregister(connection)
+        peer.close()
         self._peers.pop(peer.rank, None)
         if peer.rank not in self._left and not self._stop:
             self._on_lost(peer.rank, closed=True)
@@ -343,8 +373,10 @@ class ControlPlane:
     def release(self) -> None:
         """Close this process's ends of the connections, as a forked child must, too."""
         _planes.discard(self)
-        for connection in [self._wake_in, self._wake_out, *(peer.connection for peer in self._peers.values())]:
-            connection.close()
+        for end in (self._wake_in.close, self._wake_out.close, *(peer.close for peer in self._peers.values())):
+            end()
+        if self._pulse is not None:
+            self._pulse.end()
 
 
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()

@@ -37,7 +37,10 @@ _MAX_FRAMES = 12
 _MAX_LINE = 300
 _LEFT = "has ended its program"
 _DIED = "does not answer: its process has died (its connection closed)"
-_SILENT = "does not answer: stopped or cut off (no sign of life for {:g} s)"
+_SILENT = (
+    "does not answer: stopped or cut off (no sign of life for {:g} s, which TORCHSTRATEGY_HEARTBEAT_S sets; it may be "
+    "alive all the same)"
+)
 _NO_ANSWER = "does not answer (killed, stopped or cut off)"
 _CUT_OFF = "can't be asked: the first rank of its host or of this one, which passes messages on, does not answer"
 # Threads of this name run replicas; between their turns they wait in that module.
