@@ -1,9 +1,14 @@
 """A stall is said once, by one rank, with who waits where; the stacks are in a file."""
 
+import contextlib
+import json
 import os
 import re
+import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,8 @@ import torch
 
 import torchstrategy as ts
 from torchstrategy.base import stalls
+from torchstrategy.cli import doctor
+from torchstrategy.cli.command import main
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan"])
@@ -147,3 +154,87 @@ def test_the_watch_goes_by_itself(monkeypatch, caplog):
     stacks_in(caplog.messages[0])
     waiting.end()
     assert stalls._state["pid"] == os.getpid()
+
+
+def wait_for_a_file(path):
+    strategy = ts.MultiWorkerMirroredStrategy()
+    workers = strategy.workers
+    if workers.rank == 1:
+        (path / str(os.getpid())).write_text("")
+        while not (path / "go on").exists():
+            time.sleep(0.01)  # the line that must be shown
+    workers.exchange("meeting", 1)
+
+
+def ask(port, capsys, *options):
+    """Return what the doctor says of the job with this port; others may run on this host."""
+    main(["doctor", "--job", "--json", *options])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    return [one["detail"] for one in findings if one["name"] == f"127.0.0.1:{port}"], findings
+
+
+@pytest.mark.end_to_end
+def test_a_running_job_is_asked_from_the_shell(tmp_path, capsys):
+    with ts.testing.ProcessPool(2) as pool, ThreadPoolExecutor() as threads:
+        ended = threads.submit(pool.run, wait_for_a_file, tmp_path)
+        try:
+            detail = ""
+            deadline = time.monotonic() + 60
+            while "is in meeting" not in detail or not list(tmp_path.iterdir()):
+                assert time.monotonic() < deadline, detail
+                port = pool._ports.numbers[0] if pool._ports else 0
+                detail = "".join(ask(port, capsys)[0])
+            first, last = (process.pid for process in pool._processes)
+            assert f"2 ranks, of which here: rank 0 (process {first}), rank 1 (process {last})" in detail
+            assert "Rank 0 is in meeting" in detail
+            assert "Arrived: rank 0. Not arrived: rank 1. rank 1 is" in detail
+            path = Path(re.search(r"Stacks: (\S+)", detail)[1])
+            assert path.stat().st_mode & 0o777 == 0o600
+            stacks = stacks_in(detail)
+            assert "# the line that must be shown" in stacks
+            assert all(f"--- rank {rank}: " in stacks for rank in range(2))
+            pool.send_signal(0, signal.SIGSTOP)  # then the other one answers
+            ((detail,), findings) = ask(port, capsys)
+            assert any(one["name"] == f"process {first}" and "does not answer" in one["detail"] for one in findings)
+            assert "of which here: rank 1" in detail
+            assert "--- rank 0: does not answer" in stacks_in(detail)
+        finally:
+            with contextlib.suppress(RuntimeError):
+                pool.send_signal(0, signal.SIGCONT)
+            (tmp_path / "go on").write_text("")
+        ended.result()
+    assert ask(port, capsys)[0] == []
+
+
+def test_no_job_is_running(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "find_processes", list)
+    assert main(["doctor", "--job"]) == 1
+    assert "no process of this user belongs to a running job" in capsys.readouterr().out
+
+
+def test_other_users_get_no_answer(monkeypatch):
+    requests = stalls.Requests.answer({"job": "a", "rank": 0, "size": 1}, lambda: stalls.Stall("Nothing.", []))
+    try:
+        name = "\0" + requests.listener.getsockname()[1:].decode()
+        (own,) = [one for one in stalls.find_processes() if one.pid == os.getpid()]
+        assert own.about == {"job": "a", "rank": 0, "size": 1}
+        monkeypatch.setattr(stalls, "_user_of", lambda connection: (os.getpid(), 12345))
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+        assert not [one for one in stalls.find_processes() if one.pid == os.getpid()]
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(20)
+            stranger.connect(name)
+            assert stranger.recv(100) == b""
+    finally:
+        requests.close()
+        requests._thread.join(timeout=20)
+        assert not requests._thread.is_alive()
+
+
+def test_a_forked_child_does_not_listen():
+    requests = stalls.Requests.answer({}, lambda: stalls.Stall("Nothing.", []))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(requests.listener.fileno() == -1)
+    requests.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

@@ -1,8 +1,17 @@
-"""Saying that nothing goes on, long before a deadline: a line about who waits where, and all stacks in a file."""
+"""Saying that nothing goes on, long before a deadline: a line about who waits where, and all stacks in a file.
+
+Also at any time when somebody asks: each process of a job listens at a Unix socket with an abstract name, which leaves
+no file behind. The kernel says whose process is at the other end; only those of the same user, and root's, get answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import secrets
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -10,11 +19,22 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchstrategy.base.log import logger
 
-__all__ = ["Stall", "Waiting", "stacks_of_threads", "stall_seconds", "watch_for_stalls"]
+__all__ = [
+    "Process",
+    "Requests",
+    "Stall",
+    "Waiting",
+    "ask_for_report",
+    "find_processes",
+    "stacks_of_threads",
+    "stall_seconds",
+    "watch_for_stalls",
+]
 
 _DEFAULT_S = 60.0
 #: Something that happens for the first time may compile, read or download before.
@@ -97,14 +117,19 @@ class Waiting:
         stall = self.describe(seconds)
         if stall is None or self._since != since:
             return
-        path = os.path.join(tempfile.gettempdir(), f"torchstrategy-stall-{os.getpid()}-{time.time_ns()}.txt")
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write("\n".join([stall.line, *stall.stacks, ""]))
-            where = f"Stacks: {path}"
-        except OSError as error:
-            where = f"(The stacks could not be written: {error})"
+        where = _write(stall)
         logger.warning("%s %s (TORCHSTRATEGY_STALL_S sets after how long this is said.)", stall.line, where)
+
+
+def _write(stall: Stall) -> str:
+    """Write a stall into a file that only this user can read, and return where it is."""
+    path = os.path.join(tempfile.gettempdir(), f"torchstrategy-stall-{os.getpid()}-{time.time_ns()}.txt")
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write("\n".join([stall.line, *stall.stacks, ""]))
+    except OSError as error:
+        return f"(The stacks could not be written: {error})"
+    return f"Stacks: {path}"
 
 
 def watch_for_stalls(waiting: Waiting) -> None:
@@ -134,6 +159,7 @@ def stacks_of_threads(threads: Sequence[threading.Thread]) -> list[str]:
 _lock = threading.Lock()
 _all: weakref.WeakSet[Waiting] = weakref.WeakSet()
 _state: dict[str, int] = {}
+_requests: weakref.WeakSet[Requests] = weakref.WeakSet()
 
 
 def _watch(limit_s: float) -> None:
@@ -153,7 +179,144 @@ def _watch(limit_s: float) -> None:
 def _after_fork() -> None:
     global _lock  # another thread of the parent may have had it
     _lock = threading.Lock()
+    for requests in list(_requests):
+        requests.listener.close()  # nobody answers in this process
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+_NAME = "torchstrategy-job-"
+_LISTENS = "00010000"  # a flag in the kernel's list of sockets
+_ASK_S = 2.0
+_REPORT_S = 10.0  # ranks have two seconds to answer
+_MAX_QUESTION = 64
+
+
+class Requests:
+    """Answers those who want to know where the ranks of a job are.
+
+    Args:
+        listener: where it is asked.
+        about: what it says of itself.
+        describe: called in a thread of its own.
+    """
+
+    def __init__(self, listener: socket.socket, about: dict[str, Any], describe: Callable[[], Stall]) -> None:
+        self.listener = listener
+        self._about = about
+        self._describe = describe
+        self._thread = threading.Thread(target=self._serve, name="torchstrategy-requests", daemon=True)
+        _requests.add(self)
+        self._thread.start()
+
+    @classmethod
+    def answer(cls, about: dict[str, Any], describe: Callable[[], Stall]) -> Requests | None:
+        """Begin to answer; ``None`` where there are no abstract names."""
+        if sys.platform != "linux":
+            return None
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(f"\0{_NAME}{os.getpid()}-{secrets.token_hex(4)}")
+            listener.listen()
+        except OSError as error:
+            logger.debug("Nobody can ask where this process is: %s", error)
+            listener.close()
+            return None
+        return cls(listener, about, describe)
+
+    def close(self) -> None:
+        """Answer no more."""
+        _requests.discard(self)
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection = self.listener.accept()[0]
+            except OSError:
+                return
+            with connection:
+                try:
+                    self._reply(connection)
+                except Exception:  # noqa: BLE001 - a question must not end the answers
+                    logger.debug("Somebody who asked where this process is got no answer.", exc_info=True)
+
+    def _reply(self, connection: socket.socket) -> None:
+        if _user_of(connection)[1] not in (os.geteuid(), 0):
+            return
+        connection.settimeout(_ASK_S)
+        answer = self._about
+        if connection.recv(_MAX_QUESTION) == b"report":
+            stall = self._describe()
+            answer = {"line": stall.line, "where": _write(stall)}
+        connection.sendall(json.dumps(answer).encode())
+
+
+class Process(NamedTuple):
+    """A process of a running job.
+
+    Args:
+        name: of its socket.
+        pid: its id.
+        about: what it says of itself; ``None`` if it does not answer.
+    """
+
+    name: str
+    pid: int
+    about: dict[str, Any] | None
+
+
+def find_processes() -> list[Process]:
+    """Return this user's processes of running jobs, of this host and network namespace."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines():
+            *_, flags, _, _, _, name = [""] * 4 + line.split()
+            if flags != _LISTENS or not name.startswith(f"@{_NAME}"):
+                continue
+            with contextlib.suppress(PermissionError, ConnectionError):  # it has just ended
+                found.append(Process(name, *_ask(name, "who", _ASK_S)))
+    return sorted(found, key=lambda process: process.pid)
+
+
+def ask_for_report(process: Process) -> tuple[str, str] | None:
+    """Return where all ranks of a process's job are, in a line, and where their stacks are; ``None`` without answer."""
+    try:
+        _, answer = _ask(process.name, "report", _REPORT_S)
+    except OSError:  # it has ended
+        return None
+    return None if answer is None else (str(answer["line"]), str(answer["where"]))
+
+
+def _ask(name: str, question: str, timeout_s: float) -> tuple[int, dict[str, Any] | None]:
+    """Return a process's id and answer.
+
+    Raises:
+        PermissionError: it is another user's.
+        ConnectionError: there is none.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(f"\0{name[1:]}")
+        pid, user = _user_of(connection)
+        if user != os.geteuid() and os.geteuid() != 0:
+            raise PermissionError(f"process {pid} is another user's")
+        answer = b""
+        try:
+            connection.sendall(question.encode())
+            while part := connection.recv(1 << 16):
+                answer += part
+            return pid, dict(json.loads(answer))
+        except (OSError, ValueError):
+            return pid, None
+
+
+def _user_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the id of the process at the other end, and its user's."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user

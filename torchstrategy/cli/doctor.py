@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from torchstrategy.base.job import Job
 from torchstrategy.base.options import CommunicationOptions
+from torchstrategy.base.stalls import Process, ask_for_report, find_processes
 from torchstrategy.cli.host import Finding, Host, as_json, as_text, has_failed
 from torchstrategy.cli.host_checks import (
     check_backends,
@@ -40,9 +41,10 @@ from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
 
-__all__ = ["add_arguments", "check_backends_here", "check_whole_job", "examine", "run"]
+__all__ = ["add_arguments", "check_backends_here", "check_running_jobs", "check_whole_job", "examine", "run"]
 
 _SECTION = "Collectives"
+_RUNNING = "Running jobs"
 _NUM_FLOATS = 1 << 20
 _REPEATS = 5
 _MAX_GPUS = 8
@@ -87,6 +89,31 @@ def check_whole_job(job: Job | None, timeout_s: float) -> Iterator[Finding]:
     times_of_first = strategy.experimental_local_results(times)[0]
     text = f"{strategy.num_replicas_in_sync} replicas of {job.size} processes, {_as_text(*times_of_first)}"
     yield Finding(_SECTION, "whole job", "ok", text)
+
+
+def check_running_jobs() -> Iterator[Finding]:
+    """Ask one rank of each job that runs on this host where all its ranks are."""
+    processes = find_processes()
+    if not processes:
+        text = (
+            "no process of this user belongs to a running job of several processes, on this host or in this container"
+        )
+        remedy = "run this where the job runs, as its user; a job is there from its first strategy on"
+        yield Finding(_RUNNING, "jobs", "FAIL", text, remedy)
+    jobs: dict[str, list[Process]] = {}
+    for process in processes:
+        if process.about is None:
+            text = f"process {process.pid} does not answer: it is stopped, or in native code that keeps its interpreter"
+            yield Finding(_RUNNING, f"process {process.pid}", "warn", text)
+        else:
+            jobs.setdefault(process.about["job"], []).append(process)
+    for name, members in jobs.items():
+        members.sort(key=lambda process: int((process.about or {})["rank"]))
+        ranks = ", ".join(f"rank {(process.about or {})['rank']} (process {process.pid})" for process in members)
+        text = f"{(members[0].about or {})['size']} ranks, of which here: {ranks}"
+        answer = next(filter(None, map(ask_for_report, members)), None)
+        text += "\n" + ("no rank has answered in time" if answer is None else "\n".join(answer))
+        yield Finding(_RUNNING, name, "warn" if answer is None else "ok", text)
 
 
 def _between_processes(backend: str, size: int, timeout_s: float) -> Finding:
@@ -175,6 +202,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--quick", action="store_true", help="start no processes, so no collectives")
+    text = "ask the jobs that run on this host where all their ranks are; their stacks are written to a file"
+    kind.add_argument("--job", action="store_true", help=text)
     kind.add_argument("--join", action="store_true", help="a collective with all ranks of the job that runs this")
     text = f"for each collective, default {_TIMEOUT_S:g}"
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, metavar="SECONDS", help=text)
@@ -189,6 +218,10 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         1 if something will break a job, else 0.
     """
+    if options.job:
+        findings = list(check_running_jobs())
+        sys.stdout.write(as_json(findings) if options.json else as_text(findings))
+        return int(has_failed(findings))
     host = Host()
     job, findings = examine(host)
     if options.join:

@@ -55,12 +55,13 @@ waits. A rank that fails says so before it raises, and the others, also those th
 - A process that is **stopped or cut off** is known by its silence, for 10 seconds (``TORCHSTRATEGY_HEARTBEAT_S``). A
   leader also asks the kernel about silent processes of its own host, since native code may keep Python's threads from
   running for long. For the same reason a small process beats for each leader, over connections of its own, unless the
-  kernel says that the leader is stopped (``base/job.py``). TCP's keepalive can't do that: the kernel answers for stopped
-  processes, too. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
+  kernel says that the leader is stopped (``base/job.py``). TCP's keepalive can't do that: the kernel answers for
+  stopped processes, too. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
   forgiven.
 - When **nothing goes on** for a minute (``TORCHSTRATEGY_STALL_S``), the first rank that waits logs who waits where and
   who has not come, and writes all ranks' stacks to a file (``base/stalls.py``). So does a process whose replicas wait
-  for one of them. What happens for the first time has five times as long.
+  for one of them. What happens for the first time has five times as long. ``torchstrategy doctor --job`` asks for the
+  same at any time, over a Unix socket of each process.
 - When a **deadline** passes (``timeout_seconds``, else half an hour), the ranks are asked where they are: the message
   says who arrived, who did not, and the stack of each rank that is elsewhere.
 - A failure that **all ranks** have at the same point, as when ``run`` raises the same error everywhere and the

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
-from torchstrategy.base.stalls import Stall
+from torchstrategy.base.stalls import Requests, Stall
 from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
@@ -91,6 +91,7 @@ class FailureWatch:
         self._num_questions = 0
         self._answers: dict[int, str] = {}
         self._is_closed = False
+        self._requests: Requests | None = None
         with self._changed:  # what comes in at once has to wait until there is a plane to answer over
             self._plane = ControlPlane(
                 store,
@@ -221,17 +222,22 @@ class FailureWatch:
         text, arrived = self._as_text(lines)
         if min(arrived) != self._rank:
             return None
+        return self._stall_of(f"No progress for {seconds:.0f} s: rank {self._rank} waits", lines, text, arrived)
+
+    def snapshot(self) -> Stall:
+        """Ask every rank what it is doing, because somebody wants to know."""
+        lines = self._ask_all()
+        return self._stall_of(f"Rank {self._rank} is", lines, *self._as_text(lines))
+
+    def _stall_of(self, begin: str, lines: list[list[str]], text: str, arrived: list[int]) -> Stall:
         stacks = []
         for rank, (place, *stack) in enumerate(lines):
             frames = self._stack() if rank == self._rank else stack
             stacks += [f"--- rank {rank}: {place}", *(f"  {frame}" for frame in frames)]
         summary = text.partition("Where each rank is:")[0]
         elsewhere = [f"rank {rank} is {place}" for rank, (place, *_) in enumerate(lines) if rank not in arrived]
-        return Stall(
-            f"No progress for {seconds:.0f} s: rank {self._rank} waits {self.position}. {summary}"
-            f"{'; '.join(elsewhere)}.",
-            stacks,
-        )
+        ends = f"{'; '.join(elsewhere)}." if elsewhere else ""
+        return Stall(f"{begin} {self.position}. {summary}{ends}".rstrip(), stacks)
 
     def _ask_all(self) -> list[list[str]]:
         """Return for each rank where it is, or that it does not answer, and the lines of its stack."""
@@ -262,11 +268,22 @@ class FailureWatch:
             rows += [f"  rank {rank}: {place}", *(f"    {frame}" for frame in stack if rank in others)]
         return "\n".join([f"{gone}{count}Where each rank is:", *rows]), arrived
 
+    def answer_requests(self, job: str) -> None:
+        """Let ``torchstrategy doctor --job`` ask where everyone is.
+
+        Args:
+            job: how the job is called there.
+        """
+        about = {"job": job, "rank": self._rank, "size": self._size}
+        self._requests = Requests.answer(about, self.snapshot)
+
     def close(self) -> None:
         """Stop watching; the other ranks learn that this one left."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._requests is not None:
+            self._requests.close()
         atexit.unregister(self.close)
         self._at_exit.cancel()
         self._end_hook()

@@ -189,6 +189,7 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
         raise kind(
             f"{_name(job, job.rank)}, which the others reach at {address}, can't connect to all of them: {error}"
         ) from error
+    watch.answer_requests(f"{job.address}:{job.port}")
     return _Joined(store, watch, address, hosts)
 
 
