@@ -169,6 +169,20 @@ def test_replicas_at_once_leave_only_what_they_say():
 
 
 @pytest.mark.slow
+def test_the_limit_of_open_files_is_raised_once():
+    run("""
+    import resource
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    for _ in range(2):
+        patches.allow_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        (left,) = patches.active()
+        assert "open files" in left.what and left.until == patches.PROCESS, left
+    """)
+
+
+@pytest.mark.slow
 def test_a_function_that_compiles_leaves_modules_as_they_were():
     run("""
     assert vars(torch.nn.Module)["_compiled_call_impl"] is None

@@ -29,8 +29,8 @@ the C library's ``mallopt``
     Steps find the memory that the last one freed: ``concurrent=True``, ``ts.utils.tune()`` (so ``Model.fit``),
     ``ts.utils.keep_freed_memory()``. Until the process ends.
 the process's limit of open files
-    Strangers who connect to the job's store don't use it up: the soft limit becomes the hard one, of the process that
-    keeps the store. Until the process ends.
+    Neither ranks nor strangers who connect to the job's store use it up: the soft limit becomes the hard one, in the
+    process that keeps the store, and in the first one that comes there. Until the process ends.
 
 On the program's own objects: a recorded object changes its class at the first ``run`` with several replicas in a
 process (to a facade of the same name), and parameters of several replicas get a hook that tells of their backward
@@ -271,7 +271,7 @@ def allow_files() -> None:
         return
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        note(_FILES, "strangers who connect to the job's store don't use it up", PROCESS)
+        note(_FILES, "those who connect while the job starts don't use it up", PROCESS)
 
 
 def forget_sources() -> None:

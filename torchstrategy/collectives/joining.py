@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from torchstrategy import patches
 from torchstrategy.base.log import logger
 from torchstrategy.collectives.connections import (
     BACKLOG,
@@ -112,6 +113,7 @@ class Roll:
         self._wakers = socket.socketpair()
         hello = {"rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()}
         if own.add("roll", 1) == 1:
+            patches.allow_files()  # for a connection to each rank
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
             key = secrets.token_hex(32)
