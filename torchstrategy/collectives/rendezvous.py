@@ -387,15 +387,20 @@ def _wait_for_all(
 
 
 def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, missing: Sequence[int]) -> None:
-    """Raise if a rank has died before all have come; what its launcher says of it goes before what the others see."""
+    """Raise if a rank has died before all have come; what its launcher says of it goes before what the others see.
+
+    If all have come, they have errors of their own, or ``_in_time`` finds who is gone.
+    """
     failure = end_of(store, num_arrived)
     if failure is None and roll.failure is not None:
         time.sleep(_LAUNCHER_S if job.hosted else 0.0)
         failure = end_of(store, store.add("arrived", 0)) or roll.failure
     if failure is not None:
-        roll.tell(failure)
         here = _arrived(store, missing)
-        _raise_gone(job, failure, [rank for rank in missing if rank not in here])
+        absent = [rank for rank in missing if rank not in here]
+        if absent:
+            roll.tell(failure)
+            _raise_gone(job, failure, absent)
 
 
 def _raise_gone(job: Job, failure: Message, missing: Sequence[int] = ()) -> NoReturn:
