@@ -2,9 +2,11 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from torchstrategy.cli.elastic import Agreement, WorkerEnvironments, tf_config
+
+HOSTS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 
 
 def meet(store, agreements):
@@ -20,10 +22,10 @@ def meet(store, agreements):
 
 def test_launchers_agree_on_addresses_and_on_the_attempt():
     store = HashStore()
-    first, second, late = Agreement(2, "a"), Agreement(1, "b"), Agreement(1, "c")
+    first, second, late = Agreement(2, HOSTS[0]), Agreement(1, HOSTS[1]), Agreement(1, HOSTS[2])
     meet(PrefixStore("0", store), [first, second])
     assert first.addresses == second.addresses
-    assert [address.split(":")[0] for address in first.addresses] == ["a", "a", "b"]
+    assert [address.split(":")[0] for address in first.addresses] == [HOSTS[0], HOSTS[0], HOSTS[1]]
     assert (first.attempt, second.attempt) == (0, 0)
     before = first.addresses
 
@@ -34,7 +36,23 @@ def test_launchers_agree_on_addresses_and_on_the_attempt():
     # One that has just come knows nothing of earlier attempts; ranks may change.
     meet(PrefixStore("2", store), [late, first])
     assert (late.attempt, first.attempt) == (2, 2)
-    assert [address.split(":")[0] for address in late.addresses] == ["c", "a", "a"]
+    assert [address.split(":")[0] for address in late.addresses] == [HOSTS[2], HOSTS[0], HOSTS[0]]
+
+
+def test_each_round_has_a_store_of_its_own_on_a_host_that_is_there():
+    """The first host, which had the store, is gone in the second round."""
+    store = HashStore()
+    first, second, third = (Agreement(1, host) for host in HOSTS)
+    meet(PrefixStore("0", store), [first, second])
+    before = first.store_address
+    assert before == second.store_address
+    assert before.master_addr == HOSTS[0]
+    meet(PrefixStore("1", store), [second, third])
+    assert second.store_address == third.store_address != before
+    where = second.store_address
+    assert where.master_addr == HOSTS[1]
+    client = TCPStore(where.master_addr, where.master_port, is_master=False, wait_for_workers=False)
+    assert client.add("workers", 1) == 1
 
 
 def test_an_ipv6_host_stands_in_brackets():
@@ -44,7 +62,7 @@ def test_an_ipv6_host_stands_in_brackets():
 
 
 def test_variables_of_the_workers(tmp_path):
-    agreement, restarts = Agreement(2, "a"), []
+    agreement, restarts = Agreement(2, HOSTS[0]), []
     environments = WorkerEnvironments(agreement, str(tmp_path), lambda *arguments: restarts.append(arguments))
     for attempt in range(2):
         meet(PrefixStore(str(attempt), HashStore()), [agreement])

@@ -11,10 +11,12 @@ import pytest
 from torch.distributed import HashStore
 
 import torchstrategy as ts
+from torchstrategy.base import addresses
 from torchstrategy.base.job import Job
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.collectives import rendezvous
 from torchstrategy.collectives.joining import Roll, report_end, store_of_job
+from torchstrategy.collectives.rounds import mark_as_of_one_round
 
 
 def job_of(rank, size, **changes):
@@ -81,15 +83,6 @@ def test_a_rank_that_has_ended_is_not_waited_for():
     store = HashStore()
     store.set("here/1", "{}")  # it came before it ended
     rendezvous._wait_for_all(store, job_of(0, 2), {}, 60.0, Watch(1))
-
-
-def test_ranks_of_different_attempts_are_told(monkeypatch):
-    store = HashStore()
-    store.set("torchstrategy/attempt/1", "0")
-    monkeypatch.setattr(rendezvous, "_open_store", lambda job, timeout_s: store)
-    job = job_of(0, 2, attempt=1, hosted=True)
-    with pytest.raises(ts.errors.DeadlineExceededError, match=r"attempt 1 .* but rank 1 was in attempt 0"):
-        rendezvous.meet(job, {}, timeout_s=0.2)
 
 
 def test_a_process_that_comes_again_is_refused(monkeypatch):
@@ -170,7 +163,7 @@ def test_the_store_listens_at_its_address_alone(address):
 @pytest.mark.parametrize("address", ["host-1", "0.0.0.0", "192.0.2.1"])
 def test_where_others_may_know_another_address_torch_listens(address):
     """Names, all addresses, and one that is not of this host, as behind a gateway."""
-    assert rendezvous._listen(job_of(0, 2, address=address, port=free_port())) is None
+    assert addresses.listen_at(address, free_port()) is None
 
 
 @contextlib.contextmanager
@@ -224,6 +217,7 @@ def test_a_rank_that_leaves_the_roll_is_not_missed():
 
 def test_whoever_waits_hears_from_a_launcher_how_a_rank_has_ended(monkeypatch):
     store = HashStore()
+    mark_as_of_one_round(store)
     monkeypatch.setattr(rendezvous, "_open_store", lambda job, timeout_s: store)
     errors = {}
 

@@ -9,9 +9,21 @@ import sys
 import weakref
 from types import TracebackType
 
-__all__ = ["ReservedPorts", "endpoint", "is_loopback", "join_address", "needs_ipv6", "resolve", "split_address"]
+__all__ = [
+    "ReservedPorts",
+    "endpoint",
+    "is_loopback",
+    "join_address",
+    "listen_at",
+    "needs_ipv6",
+    "resolve",
+    "split_address",
+]
 
 _MAX_PORT = 65535
+
+
+_BACKLOG = 4096
 
 
 def split_address(address: str, what: str = "a task", *, least_port: int = 1) -> tuple[str, int]:
@@ -83,6 +95,30 @@ def needs_ipv6(host: str) -> bool:
         return all(":" in ip for ip in resolve(host))
     except OSError:
         return False
+
+
+def listen_at(host: str, port: int) -> int | None:
+    """Return the descriptor of a socket that listens at an address alone, for torch's store, whose own listens at all.
+
+    Args:
+        host: an IP address.
+        port: a port; 0 takes a free one.
+
+    Returns:
+        The descriptor. ``None`` leaves it to torch: the user's process group may have the port already, or the host is
+        a name, by which other hosts may know another address of this one.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        if address.is_unspecified:
+            return None
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((str(address), port))
+            listener.listen(_BACKLOG)
+            return listener.detach()
+    except (OSError, ValueError):
+        return None
 
 
 class ReservedPorts:

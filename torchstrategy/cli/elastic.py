@@ -1,8 +1,9 @@
 """What ``torchstrategy launch`` adds to torch's elastic launcher.
 
-After each rendezvous the launchers of all hosts agree on their workers' addresses and on the number of the attempt.
-The first becomes ``TF_CONFIG``. The second replaces each launcher's own count of restarts: a launcher whose workers
-were healthy does not count a restart, and ranks that disagree about it would look for each other in different places.
+After each rendezvous the launchers of all hosts agree on their workers' addresses, on the number of the attempt and on
+a store for the workers. The first become ``TF_CONFIG``. The second replaces each launcher's own count of restarts: a
+launcher whose workers were healthy counts none. The store is a new one for each round: torch's launchers keep that
+of the first, also when the host that has it is gone.
 
 A worker that ends before the job has started is told to the ranks of other hosts, which wait for it, over their store.
 """
@@ -30,14 +31,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher import api
 
-from torchstrategy.base.addresses import ReservedPorts, join_address
+from torchstrategy.base.addresses import ReservedPorts, join_address, listen_at
 from torchstrategy.collectives.joining import report_end, store_of_job
+from torchstrategy.collectives.rounds import mark_as_of_one_round
 
 __all__ = [
     "BACKEND",
@@ -173,8 +176,11 @@ class Agreement:
         self.addresses: list[str] = []
         self._num_workers = num_workers
         self._host = host
-        #: Of the workers of this round, until the next one.
+        #: Where the workers of this round meet.
+        self.store_address = RendezvousStoreInfo("", 0)
+        # Until the next round.
         self._ports: ReservedPorts | None = None
+        self._store: TCPStore | None = None
 
     def reach(self, info: RendezvousInfo) -> None:
         """Exchange this round's addresses with the launchers of the other hosts.
@@ -190,6 +196,13 @@ class Agreement:
         rounds = [json.loads(info.store.get(f"launch/{rank}")) for rank in range(info.world_size)]
         self.attempt = 1 + max(attempt for attempt, _ in rounds)
         self.addresses = [address for _, addresses in rounds for address in addresses]
+        self._store = None
+        if info.rank == 0:
+            listener = listen_at(self._host, 0)
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+            mark_as_of_one_round(self._store)
+            info.store.set("launch/store", json.dumps([self._host, self._store.port]))
+        self.store_address = RendezvousStoreInfo(*json.loads(info.store.get("launch/store")))
 
 
 class AgreeingRendezvous(RendezvousHandler):
@@ -208,7 +221,7 @@ class AgreeingRendezvous(RendezvousHandler):
         """Meet the other launchers and agree with them."""
         info = self._handler.next_rendezvous()
         self._agreement.reach(info)
-        return info
+        return RendezvousInfo(info.store, info.rank, info.world_size, self._agreement.store_address)
 
     def get_backend(self) -> str:
         """Return the name under which this rendezvous is registered."""
@@ -216,8 +229,8 @@ class AgreeingRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers use the launcher's store."""
-        return self._handler.use_agent_store
+        """Whether the workers use a store of the launchers."""
+        return True
 
     def is_closed(self) -> bool:
         """Whether the job is over."""
@@ -310,7 +323,7 @@ class TellingAgent(LocalElasticAgent):
                 self._address = str(group.master_addr), int(group.master_port or 0)
                 time_limit = timedelta(seconds=_STORE_S)
                 store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=time_limit)
-                self._job_store = store_of_job(store, self._attempt)
+                self._job_store = store_of_job(store, 0)
             for local_rank, handler in getattr(self._pcontext, "subprocess_handlers", {}).items():
                 code = handler.proc.poll()
                 if self._job_store is not None and code is not None and local_rank not in self._ended:

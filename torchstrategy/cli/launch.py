@@ -169,6 +169,8 @@ def _end(processes: set[Any]) -> None:
 
 
 _PORT = 29400  # torchrun's for a rendezvous endpoint without one
+#: Torch's launchers wait for each other in vain when one comes later, if they would share the first round's store.
+_NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _AT_START = "<chosen at the start>"
 
 
@@ -253,6 +255,7 @@ def describe(options: argparse.Namespace, host: str) -> str:
 def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
     os.environ["OMP_NUM_THREADS"] = _num_threads(options.nproc_per_node)
     patches.allow_files()  # the job's store may be here
+    os.environ[_NO_SHARING] = "1"
     agreement = Agreement(options.nproc_per_node, host)
     with tempfile.TemporaryDirectory(prefix="torchstrategy_launch_") as folder, _torch_log(options) as last_error:
         config = LaunchConfig(

@@ -20,18 +20,19 @@ from typing import NamedTuple, NoReturn, TypeVar
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torchstrategy import patches
+from torchstrategy.base import addresses
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import call_site, logger
 from torchstrategy.collectives.connections import Ask, Message, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.collectives.joining import Roll, end_of, store_of_job
+from torchstrategy.collectives.rounds import enter_round, wait_in_round
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["Rendezvous", "meet", "raise_lost_store"]
 
 _TIMEOUT_S = 300.0
 _POLL_S = 0.01
-_BACKLOG = 4096
 _KNOCK_S = 0.05
 _PATIENCE_S = 10.0
 _REQUEST_S = 50e-6  # what each request costs the store; hundreds of processes ask it
@@ -68,6 +69,7 @@ class Rendezvous(NamedTuple):
 
 
 class _Joined(NamedTuple):
+    #: Its prefix is that of this attempt of the job.
     store: Store
     watch: FailureWatch
     address: str
@@ -98,7 +100,7 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
     try:
         store, watch, address, hosts = _join(_FirstRendezvous(job, description, timeout_s))
         _groups[key] += 1
-        own = PrefixStore(f"torchstrategy/{job.attempt}/{_groups[key]}", store)
+        own = PrefixStore(str(_groups[key]), store)
         watch.position = f"making its strategy number {_groups[key]} at {call_site()}"
         ask = functools.partial(_in_time, job=job, timeout_s=timeout_s, watch=watch)
         ask(functools.partial(_wait_for_all, own, job, description, timeout_s, watch))
@@ -163,7 +165,10 @@ def _join(rendezvous: _FirstRendezvous) -> _Joined:
 def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     job, timeout_s = rendezvous.job, rendezvous.timeout_s
     store = _in_time(functools.partial(_open_store, job, timeout_s), job, timeout_s)
-    own = store_of_job(store, job.attempt)
+    attempt = job.attempt
+    if job.hosted and job.size > 1:
+        attempt = enter_round(store, job, time.monotonic() + timeout_s)
+    own = store_of_job(store, attempt)
     if own.add(f"joined/{job.rank}", 1) > 1:
         raise RuntimeError(
             f"{_name(job, job.rank)} has joined this job before. A process can't come back alone: end all of them and "
@@ -174,11 +179,7 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     if job.size > 1:
         roll.join(own, address)
     own.set(f"host/{job.rank}", json.dumps([_host_identity(), address]))
-    store.set(f"torchstrategy/attempt/{job.rank}", str(job.attempt))
-    try:
-        _wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
-    except DeadlineExceededError as error:
-        raise DeadlineExceededError(f"{error}{_other_attempts(store, job)}") from None
+    _wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
     cards = own.multi_get([f"host/{rank}" for rank in range(job.size)])
     names, addresses = zip(*map(json.loads, cards), strict=True)
     hosts = _number_hosts(job, names, addresses)
@@ -190,21 +191,7 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
             f"{_name(job, job.rank)}, which the others reach at {address}, can't connect to all of them: {error}"
         ) from error
     watch.answer_requests(f"{job.address}:{job.port}")
-    return _Joined(store, watch, address, hosts)
-
-
-def _other_attempts(store: Store, job: Job) -> str:
-    """Say which other attempts processes have joined last; ranks of different ones don't meet."""
-    keys = [f"torchstrategy/attempt/{rank}" for rank in range(job.size)]
-    attempts = {rank: int(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-    others = [f"rank {rank} was in attempt {n}" for rank, n in attempts.items() if n != job.attempt]
-    if not others:
-        return ""
-    return (
-        f" This is attempt {job.attempt} of the job by {job.source}'s count, but {', '.join(others)}: torchrun counts "
-        "on each host by itself, and a host whose processes were healthy does not count. `torchstrategy launch` lets "
-        "all hosts agree."
-    )
+    return _Joined(PrefixStore(f"torchstrategy/{attempt}", store), watch, address, hosts)
 
 
 def _number_hosts(job: Job, names: Sequence[str], addresses: Sequence[str]) -> tuple[int, ...]:
@@ -241,7 +228,7 @@ def _open_store(job: Job, timeout_s: float) -> Store:
             timeout=timedelta(seconds=timeout_s),
             multi_tenant=True,
             wait_for_workers=False,
-            master_listen_fd=_listen(job) if is_master else None,
+            master_listen_fd=addresses.listen_at(job.address, job.port) if is_master else None,
         )
     except (DistError, OSError) as error:
         reason = str(error).partition("\nException raised from")[0].rstrip(". ")
@@ -255,26 +242,6 @@ def _open_store(job: Job, timeout_s: float) -> Store:
             f"{_keeper(job).capitalize()} keeps it: did it start, and do all processes know the same address? "
             f"({job.source} says so.)"
         ) from None
-
-
-def _listen(job: Job) -> int | None:
-    """Return the descriptor of a socket that listens at the store's address alone; torch's own listens at all.
-
-    ``None`` leaves it to torch: the user's process group may have the port already, or the address is a name, by which
-    other hosts may know another address of this one.
-    """
-    try:
-        address = "127.0.0.1" if job.address == "localhost" else job.address
-        if ipaddress.ip_address(address).is_unspecified:
-            return None
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, job.port))
-            listener.listen(_BACKLOG)
-            return listener.detach()
-    except (OSError, ValueError):
-        return None
 
 
 def _reach(job: Job, timeout_s: float) -> None:
@@ -363,6 +330,8 @@ def _wait_for_all(
         ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
         num_arrived = store.add("arrived", 0)
         if roll is not None:
+            if job.rank == 0:
+                wait_in_round(store)
             _look_who_is_gone(store, job, roll, num_arrived, missing)
         if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
             for rank, theirs in _arrived(store, missing).items():
