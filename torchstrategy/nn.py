@@ -197,7 +197,7 @@ def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
                 "compute_average_loss was called in cross-replica context, where there is no replica's share of a "
                 "batch. Call it in a function given to strategy.run, or pass global_batch_size as a number."
             )
-        return loss.shape[0] * _num_replicas()
+        return _divisor_of_equal_shares(loss.shape[0])
     if isinstance(global_batch_size, str) and global_batch_size == _ACTUAL:
         return _actual_batch_size(loss)
     if isinstance(global_batch_size, numbers.Integral) and not isinstance(global_batch_size, bool):
@@ -205,6 +205,16 @@ def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
             raise errors.InvalidArgumentError(f"global_batch_size must not be negative. Received: {global_batch_size}")
         return int(global_batch_size)
     return _divisor_tensor(global_batch_size)
+
+
+def _divisor_of_equal_shares(num_losses: int) -> int:
+    """Return the size of the global batch if every replica has so many losses."""
+    context = get_replica_context()
+    shares = None if context is None else context.batch_shares
+    if context is None or shares is None or shares.num_parts == 1:
+        return num_losses * _num_replicas()
+    own, total = known_counts(context, num_losses)  # of all batches of the optimizer step
+    return total if own == num_losses else num_losses * _num_replicas() * shares.num_parts
 
 
 def _divisor_tensor(global_batch_size: Any) -> Tensor:

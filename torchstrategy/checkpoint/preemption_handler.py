@@ -30,6 +30,8 @@ class PreemptionCheckpointHandler:
             optimizer, scheduler, and a distributed dataset if the data shall go on where it was.
         checkpoint_dir: where to save, for a ``Checkpoint``.
         termination_config: what is a notice, and what follows.
+        save_freq: also save after every so many calls of ``run``, for a process that ends without a word; ``None``
+            leaves that to the program.
 
     Raises:
         ValueError: a ``Checkpoint`` without a directory, or a manager with one.
@@ -57,7 +59,15 @@ class PreemptionCheckpointHandler:
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
+        *,
+        save_freq: int | None = None,
     ) -> None:
+        if save_freq is not None and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
+            raise ValueError(
+                "PreemptionCheckpointHandler(save_freq=...): a positive number of calls, or None. Received: "
+                f"{save_freq!r}"
+            )
+        self._save_freq = save_freq
         given = checkpoint_or_checkpoint_manager
         if isinstance(given, CheckpointManager):
             if checkpoint_dir is not None:
@@ -122,6 +132,8 @@ class PreemptionCheckpointHandler:
             result = distributed_train_function(*args, **kwargs)
         self._calls.number += 1
         self._end_if_due()
+        if self._save_freq is not None and self._calls.number % self._save_freq == 0:
+            self._save()
         return result
 
     @contextlib.contextmanager

@@ -13,7 +13,15 @@ from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["Splittable", "as_splittable", "minibatch_sizes", "register_splitter", "share_bounds", "share_sizes"]
+__all__ = [
+    "Splittable",
+    "as_splittable",
+    "even_sizes",
+    "minibatch_sizes",
+    "register_splitter",
+    "share_bounds",
+    "share_sizes",
+]
 
 _Cut = Callable[[Any, int, int], Any]
 _splitters: dict[type, tuple[_Cut, Callable[[Any], int]]] = {}
@@ -144,6 +152,18 @@ def share_sizes(num_examples: int, num_replicas: int) -> tuple[int, ...]:
     """
     chunk = -(-num_examples // num_replicas)
     return tuple(min(chunk, max(0, num_examples - i * chunk)) for i in range(num_replicas))
+
+
+def even_sizes(num_examples: int, num_parts: int) -> tuple[int, ...]:
+    """Return sizes of parts that differ by one at most, larger ones first.
+
+    Example:
+        >>> from torchstrategy.data.split import even_sizes
+        >>> even_sizes(5, 3)
+        (2, 2, 1)
+    """
+    size, num_larger = divmod(num_examples, num_parts)
+    return (size + 1,) * num_larger + (size,) * (num_parts - num_larger)
 
 
 def minibatch_sizes(batch_size: int, num_replicas: int, first_replica: int) -> list[int]:

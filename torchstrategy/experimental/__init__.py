@@ -7,6 +7,7 @@ from torchstrategy.checkpoint.preemption import PreemptionWatcher, TerminationCo
 from torchstrategy.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from torchstrategy.collectives.routes import register_communication
 from torchstrategy.experimental import partitioners
+from torchstrategy.fit.callbacks.elastic_training import ElasticTraining
 from torchstrategy.ps import coordinator
 from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
 from torchstrategy.strategies.central_storage import CentralStorageStrategy
@@ -21,6 +22,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "ElasticTraining",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PowerSGD",

@@ -15,6 +15,7 @@ import torch
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
 from torchstrategy.base.values import mark_windows
+from torchstrategy.data.micro_batches import cut_window
 from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
@@ -194,13 +195,17 @@ class StepLoop:
     def _execute(self, windows: Windows, mode: str) -> list[Any]:
         """Run one execution; return what its steps returned, of training and tests the last one only."""
         trainer, model = self.trainer, self.model
+        if trainer.max_replica_batch_size is None or mode == "predict":
+            mark_windows(windows)
+        else:
+            num_local = self.strategy.placement.num_local
+            windows = [cut_window(window, num_local, trainer.max_replica_batch_size) for window in windows]
         if self._is_first:
             trainer.note_example(windows[0][0])
             initialise_lazy_layers(model, self.strategy, windows[0][0])
             if mode == "train" and trainer.arguments["tune"] and not trainer.is_tuned:
                 trainer.is_tuned = True
                 tune_for_fit(model, trainer.optimizer)
-        mark_windows(windows)
         run = self.strategy.run
         if trainer.jit_compile and not self._is_xla:  # which compiles all of an execution in any case
             run = functions.function(run, jit_compile=True)
@@ -245,7 +250,7 @@ class StepLoop:
         if loss is None or mode == "predict":
             return None
         divisors, devices = loss.divisors, strategy.placement.devices
-        is_window = mode == "train" and self.trainer.accumulation > 1
+        is_window = any(len(window) > 1 for window in windows)
         if not self._is_first and self.model._takes_labels_as_given:  # the first batch's are looked at in its step
             if strategy.workers is not None:
                 # At the start of a step all ranks have just met. In its middle they would wait for each other again.

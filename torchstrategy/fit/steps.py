@@ -117,6 +117,7 @@ class StepState:
         is_checked: whether labels, predictions and shapes are looked at closely, as in the first batch.
         labels_on_host: the labels of each of the process's replicas, where a step can't look at its own.
         tracked: the losses that were counted as the step's; the last one is.
+        minimized: an entry for each loss of the optimizer step that has added its gradients.
     """
 
     is_last: bool = True
@@ -125,6 +126,7 @@ class StepState:
     is_checked: bool = False
     labels_on_host: Sequence[Any] = ()
     tracked: list[Tensor] = field(default_factory=list)
+    minimized: list[None] = field(default_factory=list)
 
 
 _PLAIN = StepState()
@@ -168,10 +170,18 @@ def run_windows(
             batches = window if device is None else [_moved(batch, device) for batch in window]
             batches = batches if prepare is None else [prepare(batch) for batch in batches]
             with contextlib.nullcontext() if divide is None else divide(number, list(batches)):
+                minimized: list[None] = []
                 for i, (batch, data) in enumerate(zip(window, batches, strict=True)):
                     context._work_on(batch)
                     is_last = i == len(window) - 1
-                    own = StepState(is_last, state.method, state.autocast, state.is_checked, state.labels_on_host)
+                    own = StepState(
+                        is_last,
+                        state.method,
+                        state.autocast,
+                        state.is_checked,
+                        state.labels_on_host,
+                        minimized=minimized,
+                    )
                     with set_within(_current, own):
                         result = step(data)
                     if state.is_checked:

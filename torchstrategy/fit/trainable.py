@@ -211,6 +211,7 @@ class TrainableModule(nn.Module):
                 "The loss does not depend on any parameter that is trained: all of the model's are frozen "
                 "(requires_grad=False), or its forward or the loss cuts the graph (detach(), no_grad(), NumPy)."
             )
+        self._begin_part()
         if state.method and not state.tracked:
             self.track_loss(loss)
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -230,6 +231,18 @@ class TrainableModule(nn.Module):
                 self.clip_gradients()
             optimizer.step()
         optimizer.zero_grad()  # at once, so that gradients take no memory during the next forward pass
+
+    def _begin_part(self) -> None:
+        """Note that the gradients of one more batch of the optimizer step are added, and check that the others are."""
+        state = current_step()
+        if state.minimized and all(parameter.grad is None for parameter in self.parameters()):
+            raise RuntimeError(
+                "The gradients of the batches before this one were cleared, which make one optimizer step with it, by "
+                "compile(gradient_accumulation_steps=) or ElasticTraining(max_replica_batch_size=). Leave out "
+                "zero_grad(): self.minimize(loss) clears gradients after the step."
+            )
+        if state.method and not state.is_last:
+            state.minimized.append(None)
 
     def track_loss(self, loss: Tensor) -> None:
         """Add this replica's share of a batch's loss to what logs show as ``loss``. Replica context.

@@ -54,6 +54,9 @@ class Trainer:
         self.autocast: torch.dtype | None = None
         self.steps_per_execution = 1
         self.accumulation = 1
+        #: How many examples a replica has room for, while a callback says so.
+        self.max_replica_batch_size: int | None = None
+        self._step_check: Any = None
         self.jit_compile = False
         self.position = FitPosition()
         self.history: Any = None
@@ -111,6 +114,15 @@ class Trainer:
         )
         self.position = FitPosition()
         self.is_compiled, self.is_tuned = True, False
+
+    def limit_replica_batches(self, max_examples: int | None) -> None:
+        """Let steps work in parts of which no replica gets more examples than this; ``None`` ends it."""
+        if self._step_check is not None:
+            self._step_check.remove()
+        self._step_check = None
+        if max_examples is not None and self.optimizer is not None:
+            self._step_check = self.optimizer.register_step_pre_hook(_refuse_early_step)
+        self.max_replica_batch_size = max_examples
 
     def begin_fit(self, position: FitPosition, callbacks: Any, dataset: Any) -> None:
         """Note what a ``fit`` that begins is about.
@@ -322,9 +334,10 @@ def is_metric(value: Any) -> bool:
 def _refuse_early_step(*_: Any) -> None:
     if not current_step().is_last:
         raise RuntimeError(
-            "The optimizer was stepped before the last of the gradient_accumulation_steps that compile() was given. In "
-            "a train_step of your own call self.minimize(loss), which steps when it is time, in place of backward(), "
-            "step() and zero_grad()."
+            "The optimizer was stepped before the last of the batches that make one step together, by "
+            "compile(gradient_accumulation_steps=) or ElasticTraining(max_replica_batch_size=). In a train_step of "
+            "your own call self.minimize(loss), which steps when it is time, in place of backward(), step() and "
+            "zero_grad()."
         )
 
 

@@ -127,7 +127,7 @@ class BackupAndRestore(Callback):
         if self.model.distribute_strategy.is_chief:
             delete_leftovers(self.backup_dir)
         if self.save_before_preemption:
-            self._stop = AgreedStop(self._agree, PreemptionWatcher(self.termination_config))
+            self._stop = AgreedStop(self._agree, PreemptionWatcher(self._termination))
             self._leave_if_preempted(at_once=True)
 
     @override
@@ -189,6 +189,10 @@ class BackupAndRestore(Callback):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_batches = state["num_batches"]
+
+    @property
+    def _termination(self) -> TerminationConfig | None:
+        return self.termination_config
 
     # --- what there is to save
 

@@ -1,0 +1,214 @@
+"""One trajectory, whatever the number of replicas and the room that each has."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrategy as ts
+from torchstrategy.experimental import ElasticTraining
+
+STRATEGIES = [(1, None), (1, 2), (1, 1), (2, 3), (2, 2), (3, 1), (4, 1), (4, None)]
+
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(13, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 3, (13,), generator=generator)
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+class Plain(ts.Model):
+    """The default divisor, tf's: a share times the number of replicas."""
+
+    def train_step(self, data):
+        x, y = data
+        losses = nn.functional.cross_entropy(self(x), y, reduction="none")
+        self.minimize(ts.nn.compute_average_loss(losses))
+
+
+class OfActual(ts.Model):
+    def train_step(self, data):
+        x, y = data
+        loss = ts.nn.scale_mean_loss(nn.functional.cross_entropy(self(x), y))
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        self.minimize(loss + ts.nn.scale_regularization_loss(1e-2 * penalty))
+
+
+LOSSES = {
+    "mean": (ts.Model, nn.CrossEntropyLoss()),
+    "weights": (ts.Model, nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))),
+    "ignored": (ts.Model, nn.CrossEntropyLoss(ignore_index=1)),
+    "sum": (ts.Model, nn.CrossEntropyLoss(reduction="sum")),
+    "step": (OfActual, None),
+}
+
+
+def fit(folder, num_replicas, room, kind, accumulation=1):
+    cls, loss = LOSSES[kind]
+    x, y = data()
+    strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        model = cls(net())
+    metrics = ["accuracy"] if loss is not None else []
+    model.compile(
+        torch.optim.Adam(model.parameters(), 1e-2), loss, metrics=metrics, gradient_accumulation_steps=accumulation
+    )
+    elastic = ElasticTraining(folder, max_replica_batch_size=room, save_freq=2)
+    checks = {"validation_data": (x, y), "validation_batch_size": 5} if loss is not None else {}
+    history = model.fit(x, y, batch_size=6, epochs=2, callbacks=[elastic], verbose=0, **checks)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return weights, history.history
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_fit(kind, tmp_path):
+    """Weights, logs and validation; a step of two batches of which the last is partial."""
+    for accumulation in (1, 2):
+        expected, logs = fit(tmp_path / f"{accumulation}", 1, None, kind, accumulation)
+        for num_replicas, room in STRATEGIES[1:]:
+            folder = tmp_path / f"{accumulation}{num_replicas}{room}"
+            weights, found = fit(folder, num_replicas, room, kind, accumulation)
+            torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+            assert found.keys() == logs.keys()
+            for name, values in logs.items():
+                assert found[name] == pytest.approx(values, rel=1e-10), (name, num_replicas, room)
+
+
+def test_the_default_divisor_is_that_of_the_whole_step(tmp_path):
+    """Of shares that are all alike, for which it is meant."""
+    ends = []
+    for num_replicas, room in ((1, None), (1, 2), (2, 1)):
+        strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        with strategy.scope():
+            model = Plain(net())
+        model.compile("sgd")
+        elastic = ElasticTraining(tmp_path / f"{num_replicas}{room}", max_replica_batch_size=room)
+        x, y = data()
+        model.fit(x[:12], y[:12], batch_size=6, callbacks=[elastic], verbose=0)
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-12, atol=1e-14)
+
+
+def loop(folder, num_replicas, room, divisor, epochs=2, stop_after=None):
+    strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    examples, order = torch.utils.data.TensorDataset(*data()), torch.Generator().manual_seed(4)
+    loader = torch.utils.data.DataLoader(examples, batch_size=6, shuffle=True, generator=order)
+    dataset = strategy.experimental_distribute_dataset(loader)
+    elastic = ElasticTraining(folder, max_replica_batch_size=room, save_freq=1)
+    sizes = []
+
+    def step(x, y):
+        optimizer.zero_grad()
+        for own_x, own_y in elastic.micro_batches((x, y)):
+            sizes.append(len(own_x))
+            losses = nn.functional.cross_entropy(model(own_x), own_y, reduction="none")
+            ts.nn.compute_average_loss(losses, global_batch_size=divisor).backward()
+        assert ts.get_replica_context().num_replicas_in_sync == 1 or ts.get_replica_context().batch_shares.total <= 6
+        optimizer.step()
+
+    def whole_step(batch):
+        strategy.run(step, args=batch)
+        scheduler.step()
+
+    checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, dataset=dataset)
+    with elastic.handler(checkpoint) as handler:
+        while handler.total_run_calls < 3 * epochs:
+            for batch in dataset:
+                handler.run(whole_step, batch)
+                if handler.total_run_calls == stop_after:
+                    return None
+    assert room is None or max(sizes) <= room
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("divisor", ["actual", 6])
+def test_loop(divisor, tmp_path):
+    expected = loop(tmp_path / "1", 1, None, divisor)
+    for num_replicas, room in STRATEGIES[1:]:
+        found = loop(tmp_path / f"{num_replicas}{room}", num_replicas, room, divisor)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_loop_with_numbers_of_replicas_that_change(tmp_path):
+    expected = loop(tmp_path / "1", 1, None, "actual")
+    for number, (num_replicas, room) in enumerate([(4, None), (2, 2), (1, 4), (3, 1)]):
+        stop_after = [1, 3, 4, None][number]
+        found = loop(tmp_path / "changing", num_replicas, room, "actual", stop_after=stop_after)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class ByHand(ts.Model):
+    def train_step(self, data):
+        x, y = data
+        self.optimizer.zero_grad()
+        ts.nn.scale_mean_loss(nn.functional.cross_entropy(self(x), y)).backward()
+        self.optimizer.step()
+
+
+class Clears(ts.Model):
+    def train_step(self, data):
+        x, y = data
+        self.optimizer.zero_grad()
+        self.minimize(ts.nn.scale_mean_loss(nn.functional.cross_entropy(self(x), y)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"), [(ByHand, "stepped before the last"), (Clears, "batches before this one were cleared")]
+)
+def test_steps_that_would_lose_a_part(cls, message, tmp_path):
+    model = cls(net())
+    model.compile("sgd")
+    elastic = ElasticTraining(tmp_path, max_replica_batch_size=2)
+    with pytest.raises(RuntimeError, match=message):
+        model.fit(*data(), batch_size=6, callbacks=[elastic], verbose=0)
+    model.fit(*data(), batch_size=6, verbose=0)  # the limit has ended with the other fit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_replica_batch_size": 0}, "positive number of examples"),
+        ({"max_replica_batch_size": 2.0}, "positive number of examples"),
+        ({"save_freq": "epoch"}, "positive number of batches"),
+        ({"save_freq": 0}, "save_freq"),
+    ],
+)
+def test_arguments(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        ElasticTraining(tmp_path, **options)
+
+
+def test_outside_of_a_replica(tmp_path):
+    elastic = ElasticTraining(tmp_path, max_replica_batch_size=2)
+    with ts.MirroredStrategy(["cpu:0", "cpu:1"]).scope(), pytest.raises(RuntimeError, match="cross-replica context"):
+        list(elastic.micro_batches(torch.ones(4)))
+
+
+def test_a_batch_of_unknown_shares(tmp_path):
+    elastic = ElasticTraining(tmp_path, max_replica_batch_size=2)
+    with pytest.raises(RuntimeError, match="actual batch size is not known"):
+        ts.MirroredStrategy(["cpu:0", "cpu:1"]).run(lambda: list(elastic.micro_batches(torch.ones(4))))
+
+
+def test_in_a_thread(tmp_path, caplog):
+    """Ray's workers train in one."""
+    ends = []
+    with caplog.at_level("INFO", "torchstrategy"):
+        thread = threading.Thread(
+            target=lambda: ends.extend([loop(tmp_path / "loop", 1, 2, 6), fit(tmp_path, 1, 2, "mean")])
+        )
+        thread.start()
+        thread.join()
+    assert len(ends) == 2
+    assert caplog.text.count("signals are not noticed in this thread") == 2
