@@ -10,6 +10,7 @@ import torch
 import torchstrategy as ts
 from torchstrategy.checkpoint import directory, fencing
 from torchstrategy.errors import DataLossError, FailedPreconditionError
+from torchstrategy.testing.faults import clock_jump
 
 
 def start(folder, max_to_keep=5, **options):
@@ -332,6 +333,9 @@ class TestOtherFiles:
         other = tmp_path / f".ckpt-1.pt.{'0' * 32}.tmp"
         other.write_bytes(b"partial")
         save(tmp_path, (1,))
+        assert other.exists()
+        with clock_jump(5 * 3600):  # here, and not on the host that writes it
+            save(tmp_path, (1,))
         assert other.exists()
         os.utime(other, (1e9, 1e9))
         save(tmp_path, (2,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torchstrategy as ts
+from tests.programs import Lines
 from torchstrategy.collectives import record_group
 from torchstrategy.testing.faults import Fault
 
@@ -102,6 +104,13 @@ def train(
     totals = [float(strategy.reduce("SUM", loss)) for loss in losses[-5:]]
     weights = strategy.run(lambda: torch.cat([p.detach().flatten() for p in model.parameters()]))
     return totals, strategy.experimental_local_results(weights)[0]
+
+
+def train_and_listen(num_steps: int, **options: Any) -> tuple[list[float], Tensor, list[str]]:
+    """Train, and return also what was logged as a warning or worse."""
+    lines = Lines()
+    lines.setLevel(logging.WARNING)
+    return *train(num_steps, **options), lines.lines
 
 
 def train_and_stay(here: Path) -> str:

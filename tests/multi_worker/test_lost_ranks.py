@@ -10,7 +10,7 @@ import pytest
 
 import torchstrategy as ts
 from tests.multi_worker import programs
-from tests.multi_worker.lost import blamed, check_survivors
+from tests.multi_worker.lost import KINDS, blamed, check_survivors
 from torchstrategy.testing.faults import Fault
 
 NUM_STEPS = 50
@@ -153,6 +153,22 @@ def test_a_rank_that_hangs_runs_into_the_deadline_and_shows_its_stack():
         assert "Arrived: ranks 0, 2. Not arrived: rank 1." in str(error)
         assert "faults.py" in str(error)  # where the rank waits
         assert "programs.py" in str(error)  # who called that
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_lost_message_ends_all_at_the_deadline(rank, inside):
+    """Or sooner: a rank that sees the next message in place of the lost one says so. None goes on with wrong sums."""
+    for outcome in lose(3, Fault("lost", rank, 3), inside, deadline_s=3):
+        assert isinstance(outcome.error, (*KINDS, ts.errors.DisagreementError)), outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(3))
+def test_half_a_message_ends_all(rank):
+    for outcome in lose(3, Fault("torn", rank, 3), inside=True, deadline_s=3):
+        assert isinstance(outcome.error, KINDS), outcome
 
 
 def kill_at_some_time(tmp_path, size, program, *args, number, victim, delay_s):

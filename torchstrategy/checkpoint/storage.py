@@ -15,7 +15,6 @@ import re
 import shutil
 import socket
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -102,8 +101,14 @@ def delete_leftovers(directory: str) -> None:
             if found is None:
                 continue
             # Locks of another host's processes may not be seen here.
-            if found[1] == _kernel() or time.time() - entry.stat().st_mtime > _LONG_AGO_S:
+            if found[1] == _kernel() or _now_at(directory) - entry.stat().st_mtime > _LONG_AGO_S:
                 _delete_if_unlocked(entry.path)
+
+
+def _now_at(directory: str) -> float:
+    """Return the time by the clock that dates a directory's files: this host's own may be hours ahead of it."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def open_file(path: str) -> IO[bytes]:

@@ -1,15 +1,20 @@
-"""What can go wrong on one rank of a job, for tests of what the others then do; and with files, of what is left."""
+"""What can go wrong on one rank of a job, for tests of what the others then do; with files, messages and the clock."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import errno
 import io
+import math
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +22,7 @@ import torch
 
 from torchstrategy.checkpoint.archive import named_tensors
 
-__all__ = ["Fault", "file_fault", "flip_byte_of"]
+__all__ = ["Fault", "clock_jump", "file_fault", "flip_byte_of", "message_fault"]
 
 
 class Fault(NamedTuple):
@@ -26,9 +31,15 @@ class Fault(NamedTuple):
     Args:
         kind: ``"kill"`` ends the process at once, as the system does when memory runs out (SIGKILL); ``"stop"`` halts
             it (SIGSTOP); ``"hang"`` lets the calling thread wait for ever; ``"exit"`` ends the program in the regular
-            way; ``"error"`` raises ``OSError("injected")``.
+            way; ``"error"`` raises ``OSError("injected")``. After others the rank goes on: ``"pause"`` halts the
+            process and lets it go on again (SIGSTOP and SIGCONT); ``"stall"`` keeps all its threads from running
+            Python, as native code does that holds the interpreter's lock; ``"slow"`` makes this step and all later
+            ones of the rank take longer; ``"jump"`` sets its wall clock, as ``clock_jump`` does, to the end of the
+            process; ``"lost"`` drops the calling thread's next message, and ``"torn"`` one half of it, as
+            ``message_fault`` does.
         rank: where.
         step: when.
+        seconds: how long a pause or a stall lasts, by how much each step is slower, or how far the clock jumps.
 
     Example:
         >>> from torchstrategy.testing.faults import Fault
@@ -40,9 +51,10 @@ class Fault(NamedTuple):
         OSError: injected
     """
 
-    kind: Literal["kill", "stop", "hang", "exit", "error"]
+    kind: Literal["kill", "stop", "hang", "exit", "error", "pause", "stall", "slow", "jump", "lost", "torn"]
     rank: int
     step: int
+    seconds: float = 0.0
 
     def strike(self, rank: int, step: int) -> None:
         """Let it happen if it is this rank's turn; a training loop calls this at each step.
@@ -55,18 +67,28 @@ class Fault(NamedTuple):
             OSError: the fault is an error.
             SystemExit: the fault is an exit.
         """
-        if (rank, step) != (self.rank, self.step):
-            return
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.kind == "hang":
-            threading.Event().wait()
-        elif self.kind == "exit":
-            sys.exit(0)
-        else:
-            raise OSError("injected")
+        is_due = step >= self.step if self.kind == "slow" else step == self.step
+        if rank == self.rank and is_due:
+            _STRIKES[self.kind](self.seconds)
+
+
+def _fail(_: float) -> None:
+    raise OSError("injected")
+
+
+def _pause(seconds: float) -> None:
+    """Halt this process; a shell, which is not halted, lets it go on."""
+    own = os.getpid()
+    command = ["/bin/sh", "-c", f"kill -STOP {own}; sleep {seconds:f}; kill -CONT {own}"]
+    subprocess.run(command, check=True, start_new_session=True)
+
+
+def _stall(seconds: float) -> None:
+    """Sleep in a C function that was called without giving the interpreter's lock away."""
+    wait = ctypes.PyDLL(None).poll  # for no file; other functions that wait take less than a second on some systems
+    end = time.monotonic() + seconds
+    while (rest := end - time.monotonic()) > 0:  # a signal ends it early
+        wait(None, 0, math.ceil(rest * 1e3))
 
 
 @contextlib.contextmanager
@@ -104,16 +126,88 @@ def file_fault(
         (['open', 'write'], None)
     """
     faults = _FileFaults(kind, at, os.path.realpath(os.fspath(folder)))
-    saved = [(module, name, getattr(module, name)) for module, name in _CHANGING if hasattr(module, name)]
+    builtins.open, io.open = faults.open, faults.open
     try:
-        for module, name, function in saved:
-            setattr(module, name, faults.wrap(name, function))
-        builtins.open, io.open = faults.open, faults.open
-        yield faults.calls
+        with _replaced([(module, name) for module, name in _CHANGING if hasattr(module, name)], faults.wrap):
+            yield faults.calls
     finally:
         builtins.open, io.open = faults.plain_open, faults.plain_open
-        for module, name, function in saved:
-            setattr(module, name, function)
+
+
+@contextlib.contextmanager
+def message_fault(kind: Literal["lost", "torn"] | None, at: int) -> Iterator[list[int]]:
+    """Let something go wrong when the calling thread sends to another process, within a ``with`` block.
+
+    Messages are what Python sends over a socket: for the library the records in which ranks say what they bring to a
+    collective, small tensors, and the signs for larger ones in shared memory. What gloo and NCCL send is not seen.
+
+    Args:
+        kind: ``"lost"`` drops a message, though the sender is told that it was sent; of a ``"torn"`` one half arrives
+            before the connection is shut down. ``None`` only counts.
+        at: which message of this thread, from 1.
+
+    Yields:
+        A list of the sizes of the messages so far, in bytes.
+
+    Example:
+        >>> import socket
+        >>> from torchstrategy.testing.faults import message_fault
+        >>> here, there = socket.socketpair()
+        >>> with message_fault("lost", at=2) as sizes:
+        ...     for text in (b"one", b"two", b"three"):
+        ...         here.sendall(text)
+        >>> there.recv(20), sizes
+        (b'onethree', [3, 3, 5])
+        >>> here.close(), there.close()
+        (None, None)
+    """
+    sizes: list[int] = []
+    thread = threading.get_ident()
+
+    def wrap(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def send(connection: socket.socket, data: Any, *args: Any) -> int | None:
+            if threading.get_ident() != thread:
+                return plain(connection, data, *args)  # type: ignore[no-any-return]
+            content = b"".join(data) if name == "sendmsg" else bytes(data)
+            sizes.append(len(content))
+            if kind is None or len(sizes) != at:
+                return plain(connection, data, *args)  # type: ignore[no-any-return]
+            if kind == "torn":
+                super(socket.socket, connection).sendall(content[: len(content) // 2])
+                connection.shutdown(socket.SHUT_RDWR)
+            return None if name == "sendall" else len(content)
+
+        return send
+
+    with _replaced([(socket.socket, name) for name in ("send", "sendall", "sendmsg")], wrap):
+        yield sizes
+
+
+@contextlib.contextmanager
+def clock_jump(seconds: float) -> Iterator[None]:
+    """Let the wall clock jump within a ``with`` block, as it does when somebody sets it.
+
+    It does so for all threads of the process that ask ``time.time`` or ``time.time_ns``. Monotonic clocks go on as
+    before, and so do ``datetime`` and the times of files.
+
+    Args:
+        seconds: how far; a negative number is back.
+
+    Example:
+        >>> import time
+        >>> from torchstrategy.testing.faults import clock_jump
+        >>> before = time.time()
+        >>> with clock_jump(-3600):
+        ...     time.time() < before
+        True
+    """
+
+    def wrap(name: str, plain: Callable[[], Any]) -> Callable[[], Any]:
+        jump = seconds if name == "time" else int(seconds * 1e9)
+        return lambda: plain() + jump
+
+    with _replaced([(time, "time"), (time, "time_ns")], wrap):
+        yield
 
 
 def flip_byte_of(path: str | os.PathLike[str], name: str = "") -> None:
@@ -139,6 +233,35 @@ def flip_byte_of(path: str | os.PathLike[str], name: str = "") -> None:
             return
     raise ValueError(f"{os.fspath(path)} holds no tensor whose name ends in {name!r}.")
 
+
+@contextlib.contextmanager
+def _replaced(
+    places: list[tuple[Any, str]], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Put what ``wrap`` makes of a name and a function at the function's place, within a ``with`` block."""
+    with contextlib.ExitStack() as undo:
+        for owner, name in places:
+            plain = getattr(owner, name)
+            undo.callback(*((setattr, owner, name, plain) if name in vars(owner) else (delattr, owner, name)))
+            setattr(owner, name, wrap(name, plain))
+        yield
+
+
+#: What is done to this process for as long as it lives.
+_to_the_end = contextlib.ExitStack()
+_STRIKES: dict[str, Callable[[float], Any]] = {
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda _: threading.Event().wait(),
+    "exit": lambda _: sys.exit(0),
+    "error": _fail,
+    "pause": _pause,
+    "stall": _stall,
+    "slow": time.sleep,
+    "jump": lambda seconds: _to_the_end.enter_context(clock_jump(seconds)),
+    "lost": lambda _: _to_the_end.enter_context(message_fault("lost", at=1)),
+    "torn": lambda _: _to_the_end.enter_context(message_fault("torn", at=1)),
+}
 
 #: Functions that change files, whose first argument is a path or a descriptor.
 _CHANGING = [
