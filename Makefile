@@ -8,10 +8,13 @@ XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
 # Files of tests at a time. On two cores a third one uses the fifth of the time that tests wait for deadlines.
 JOBS ?= 3
+# Of `make soak`: how many faults, and the seed of the first run.
+N ?= 2001
+SEED ?= 0
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-gpu test-tpu lint format types docs notebooks build clean
+.PHONY: help demo test test-slow test-gpu test-tpu soak lint format types docs notebooks build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
@@ -19,6 +22,7 @@ help:
 	@echo "make test-slow  run the slow tests"
 	@echo "make test-gpu   run the tests that need a GPU, where there is one"
 	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
+	@echo "make soak       let 2001 random faults happen to whole jobs ('make soak N=30 SEED=7'), an hour or two"
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
 	@echo "make docs       build the documentation into docs/_build/html, warnings are errors"
@@ -42,6 +46,9 @@ test-gpu: $(VENV)/.dev
 
 test-tpu: $(XLA_VENV)/.dev
 	$(XLA_RUN) -m pytest -n 2 -m "not slow" tests/tpu
+
+soak: $(VENV)/.dev
+	$(RUN) -m tests.soak --faults $(N) --seed $(SEED)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
