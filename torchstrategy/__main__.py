@@ -2,7 +2,7 @@
 
 import sys
 
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,7 @@ import torch
 
 import torchstrategy as ts
 from torchstrategy.base import stalls
-from torchstrategy.cli import doctor
-from torchstrategy.cli.command import main
+from torchstrategy.cli import doctor, main
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan"])

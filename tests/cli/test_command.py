@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchstrategy.base.version import __version__
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.cli.fake_host import FakeHost, make_job, only
-from torchstrategy.cli import doctor
-from torchstrategy.cli.command import main
+from torchstrategy.cli import doctor, main
 from torchstrategy.cli.doctor import check_backends_here, check_whole_job
 from torchstrategy.cli.host import Host
 

@@ -3,7 +3,7 @@ import stat
 
 import pytest
 
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 from torchstrategy.ps.transport.secret import Secret, find_secret
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters import free_ports
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 
 ENVIRONMENT = """
 import json, os, pathlib, sys

@@ -13,7 +13,7 @@ import torch
 
 import torchstrategy as ts
 from tests.clusters import LAUNCHER_VARIABLES, new_cluster
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 from torchstrategy.ps.server.server import Server
 from torchstrategy.ps.transport.control_loop import ControlLoop
 from torchstrategy.ps.transport.messages import Message

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchstrategy.base.addresses import join_address
-from torchstrategy.cluster_resolver.api_clients import make_service
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.resolver import ClusterResolver
+from torchstrategy.cluster_resolver.resolver import ClusterResolver, make_service
 
 __all__ = ["GCEClusterResolver"]
 

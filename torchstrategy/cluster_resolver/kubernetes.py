@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchstrategy.base.addresses import join_address
-from torchstrategy.cluster_resolver.api_clients import import_optional
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.resolver import ClusterResolver
+from torchstrategy.cluster_resolver.resolver import ClusterResolver, import_optional
 
 __all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import importlib
 from typing import Any
 
 from torchstrategy.base.devices import visible_devices
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 
-__all__ = ["ClusterResolver", "format_master_url", "visible_accelerators"]
+__all__ = ["ClusterResolver", "format_master_url", "import_optional", "make_service", "visible_accelerators"]
 
 _ACCELERATORS = {"cuda": "GPU", "xla": "TPU"}
 
@@ -132,3 +133,38 @@ def visible_accelerators() -> dict[str, int]:
             label = _ACCELERATORS.get(kind, kind.upper())
             counts[label] = counts.get(label, 0) + 1
     return counts
+
+
+def import_optional(module: str, extra: str, what: str) -> Any:
+    """Import a module of an optional package.
+
+    Args:
+        module: the module.
+        extra: the extra of this package that installs it.
+        what: what the caller needs it for, or instead of what.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"This resolver needs {what}: pip install 'torchstrategy[{extra}]'") from error
+
+
+def make_service(api: str, credentials: Any, discovery_url: str | None = None) -> Any:
+    """Return a client of one of Google's interfaces, version ``v1``.
+
+    Args:
+        api: its name, such as ``"compute"``.
+        credentials: Google's credentials; ``"default"`` asks ``google.auth`` for them.
+        discovery_url: where the client finds what the interface offers; ``None`` means Google's place.
+
+    Raises:
+        ImportError: the client's package is not installed.
+    """
+    discovery = import_optional("googleapiclient.discovery", "gce", "Google's API client, or the argument service")
+    if credentials == "default":
+        credentials, _ = import_optional("google.auth", "gce", "Google's API client").default()
+    where = {} if discovery_url is None else {"discoveryServiceUrl": discovery_url}
+    return discovery.build(api, "v1", credentials=credentials, **where)

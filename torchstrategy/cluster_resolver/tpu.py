@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from torchstrategy.base.addresses import join_address, split_address
 from torchstrategy.base.job import Job
-from torchstrategy.cluster_resolver.api_clients import make_service
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.multi_worker_util import task_count
-from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url
+from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url, make_service
 from torchstrategy.errors import UnimplementedError
 from torchstrategy.xla import system
 from torchstrategy.xla.runtime import TpuRuntime, get_runtime, is_installed

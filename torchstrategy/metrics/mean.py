@@ -19,6 +19,7 @@ from torchstrategy.metrics.metric import Metric, sum_dtype
 from torchstrategy.metrics.metric_inputs import as_tensor, matching_weight, same_shape_pair
 
 __all__ = [
+    "AccuracyBaseline",
     "Mean",
     "MeanAbsoluteError",
     "MeanAbsolutePercentageError",
@@ -307,3 +308,28 @@ def _absolute(y_true: Any, y_pred: Any) -> Tensor:
 def _percentage(y_true: Any, y_pred: Any) -> Tensor:
     labels, predictions = _pair(y_true, y_pred)
     return _over_last(100 * (labels - predictions).abs() / labels.abs().clamp_min(_SMALLEST_DIVISOR))
+
+
+class AccuracyBaseline(WeightedMean):
+    """The accuracy of always predicting the more frequent one of the labels 0 and 1.
+
+    Args:
+        name: the metric's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+
+    def update_state(self, labels: Any, sample_weight: Any = None) -> None:
+        """Add the labels of a batch.
+
+        Args:
+            labels: numbers in [0, 1], ``[batch, ...]``.
+            sample_weight: as for ``ts.metrics.Mean``.
+        """
+        self._add(as_tensor(labels), sample_weight)
+
+    def result(self) -> Tensor:
+        """Return the larger one of the classes' shares; 0 if there were no labels."""
+        mean = self._mean()
+        return torch.where(self.count == 0, 0.0, torch.maximum(mean, 1 - mean))

@@ -9,7 +9,7 @@ PROGRAM = """
 import sys
 sys.modules["zmq"] = sys.modules["cloudpickle"] = None
 import torchstrategy
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 from torchstrategy.ps.transport.listener import Listener
 main(["keys"])
 Listener("127.0.0.1:0", None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchstrategy.cli.command import main
+from torchstrategy.cli import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
