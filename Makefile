@@ -79,7 +79,7 @@ $(VENV)/.torch:
 	$(RUN) .ci/install_torch.py
 	@touch $@
 
-$(VENV)/.recipes $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+$(VENV)/.recipes $(VENV)/.dev $(VENV)/.docs $(VENV)/.tests-s3: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[$*]'
 	@touch $@
 

@@ -1,4 +1,7 @@
-"""Checkpoints in a store that fsspec finds: one in memory, with and without renaming, and in folders by ``file://``."""
+"""Checkpoints in a store that fsspec finds: in memory, with and without renaming, folders by ``file://``, and S3's.
+
+The last one is a server of moto on this host; its packages and ``s3fs`` are in the extra ``tests-s3``.
+"""
 
 import os
 import uuid
@@ -24,8 +27,25 @@ class Renaming(MemoryFileSystem):
 fsspec.register_implementation("renaming", Renaming, clobber=True)
 
 
-@pytest.fixture(params=["memory", "renaming", "file"])
+@pytest.fixture(scope="module")
+def s3():
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    pytest.importorskip("s3fs")
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {"endpoint_url": f"http://{host}:{port}", "key": "nobody", "secret": "nothing"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", settings)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+        fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "renaming", "file", pytest.param("s3", marks=pytest.mark.slow)])
 def folder(request, tmp_path):
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}/run"
     if request.param == "file":
         return f"file://{tmp_path}/run"
     return f"{request.param}://{uuid.uuid4().hex}/run"

@@ -73,9 +73,11 @@ waits. A rank that fails says so before it raises, and the others, also those th
   have, too, is known as one of all.
 
 ``torchstrategy launch`` adds to torch's launcher one exchange for each round over the rendezvous' own store: the
-workers' addresses, which become ``TF_CONFIG``, and the attempt, because a torch launcher counts only its own workers'
-failures. A worker's program runs in a wrapper that imports nothing of ours, so that it can set variables before torch
-reads them, and that dies with its launcher. The doctor's checks are functions of a ``Host``, which tests replace.
+workers' addresses, which become ``TF_CONFIG``, the attempt, because a torch launcher counts only its own workers'
+failures, and a new store for the workers. ``torchrun`` keeps one for all rounds, in which ranks of one round find each
+other by rank 0 (``collectives/rounds.py``). A worker's program runs in a wrapper that imports nothing of ours, so that
+it can set variables before torch reads them, and that dies with its launcher. The doctor's checks are functions of a
+``Host``, which tests replace.
 
 A process that leaves says so, and waits until the others have read it, at most a second. The store is asked from a
 thread, because its client can't be interrupted.
@@ -84,5 +86,6 @@ Tests make hosts as unnamed network namespaces joined by TUN devices, whose pack
 kernel module is needed, and the kernel removes all of it when that process ends.
 
 A failed rank can't be replaced while the others run, because their collectives are at a certain point of the program.
-The job starts again from its last checkpoint, by the launcher or by hand.
+The job starts again from its last checkpoint, by the launcher or by hand, also with other numbers of processes
+(``ElasticTraining`` in ``fit/callbacks/elastic_training.py``).
 """
