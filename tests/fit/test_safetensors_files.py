@@ -10,6 +10,7 @@ from torch import nn
 
 import torchstrategy as ts
 from tests.fit.test_saving import TwoHeads, assert_same, make, train, weights
+from torchstrategy.fit.safetensors_files import read_safetensors, write_safetensors
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -24,7 +25,7 @@ def test_the_tensors_are_those_of_the_model(tmp_path, devices):
     found = safetensors.load_file(path)
     assert_same(found, torch.load(tmp_path / "weights.pt", weights_only=True))
     with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata()["format"] == "pt"  # which transformers wants
     other = make(devices)
     other.load_weights(path)
     assert_same(weights(other), weights(model))
@@ -161,3 +162,30 @@ def test_processes_write_one_file(process_pool, tmp_path):
     (first, own), second = process_pool(2).run(write_and_read, str(tmp_path))
     assert first == own == second[0] == second[1]
     assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
+
+
+def test_every_byte_counts(tmp_path):
+    """A file with a byte that has changed is refused, or gives what was written: the byte was none of the tensors'."""
+    written = {
+        "half": torch.arange(3).to(torch.bfloat16),
+        "matrix": torch.arange(6.0).view(2, 3),
+        "number": torch.tensor(7),
+        "none": torch.empty(0, 4),
+    }
+    path = tmp_path / "weights.safetensors"
+    write_safetensors(str(path), written)
+    content = path.read_bytes()
+    num_refused = 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        try:
+            found = read_safetensors(str(path))
+        except ts.errors.DataLossError:
+            num_refused += 1
+        else:
+            assert found.keys() == written.keys()
+            assert all(torch.equal(found[name], value) for name, value in written.items()), place
+    assert num_refused > 0.9 * len(content)
+    path.write_bytes(content.replace((7).to_bytes(8, "little"), (8).to_bytes(8, "little")))
+    with pytest.raises(ts.errors.DataLossError, match="'number' is not what was written"):
+        read_safetensors(str(path))

@@ -1,7 +1,12 @@
-"""Tensors by name in the format of safetensors, of the package of that name, which is an extra."""
+"""Tensors by name in the format of safetensors, of the package of that name, which is an extra.
+
+The format has no checksums, so a SHA-256 of each tensor stands in its metadata, which other readers pass over.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +21,7 @@ from torchstrategy.checkpoint.storage import write_file
 __all__ = ["SAFE_SUFFIX", "find_safetensors", "read_safetensors", "write_safetensors"]
 
 SAFE_SUFFIX = ".safetensors"
+_SUMS = "torchstrategy.sha256"
 
 
 def find_safetensors() -> Any:
@@ -55,8 +61,10 @@ def write_safetensors(file: str, weights: Mapping[str, Any]) -> None:
     library = find_safetensors()
     try:
         tensors = _with_own_memory(weights)
+        sums = json.dumps({name: _digest(tensor) for name, tensor in tensors.items() if tensor.layout is torch.strided})
+        metadata = {"format": "pt", _SUMS: sums}
         # Into the file that is open already: the library takes a name, and would need all of the file in memory.
-        write_file(file, lambda opened: library.torch.save_file(tensors, opened.name, metadata={"format": "pt"}))
+        write_file(file, lambda opened: library.torch.save_file(tensors, opened.name, metadata=metadata))
     except (ValueError, KeyError, RuntimeError, library.SafetensorError) as error:
         of_system = re.search(r"os error (\d+)", str(error))
         if of_system is not None:
@@ -94,9 +102,31 @@ def read_safetensors(file: str) -> Mapping[str, Any]:
     """
     library = find_safetensors()
     try:
-        weights: dict[str, Tensor] = library.torch.load_file(file)
-    except library.SafetensorError as error:
+        with library.safe_open(file, framework="pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            sums = (opened.metadata() or {}).get(_SUMS)
+        _check(file, weights, None if sums is None else json.loads(sums))
+    except (library.SafetensorError, ValueError) as error:
         raise errors.DataLossError(
             f"{file} is damaged, or no file of safetensors ({error}). Take another file."
         ) from error
     return weights
+
+
+def _check(file: str, weights: Mapping[str, Tensor], sums: Any) -> None:
+    if sums is None:  # of another program, or of an earlier release
+        return
+    if not isinstance(sums, dict) or sums.keys() != weights.keys():
+        raise errors.DataLossError(
+            f"{file} is damaged: its tensors are not those that were written. Take another file."
+        )
+    for name, tensor in weights.items():
+        if _digest(tensor) != sums[name]:
+            raise errors.DataLossError(f"{file} is damaged: {name!r} is not what was written. Take another file.")
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    found = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}".encode())
+    found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

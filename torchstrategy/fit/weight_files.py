@@ -59,7 +59,8 @@ def save_weights(
 
     The file holds the ``state_dict``, which plain torch reads:
     ``module.load_state_dict(torch.load(path, weights_only=True))``. A path that ends in ``.safetensors`` holds the same
-    tensors in that format, of the package safetensors, without checksums, and weights that share memory each by itself.
+    tensors in that format, of the package safetensors, with their checksums in its metadata, and weights that share
+    memory each by itself.
     A path that ends in none of ``.pt``, ``.pth``, ``.bin`` and ``.safetensors`` is, as in tf, the beginning of a name:
     the file is ``<path>.pt``, and it becomes its directory's latest checkpoint, which
     ``ts.train.Checkpoint(model=...)`` restores as well. A model that was made of a module, as ``ts.Model(module)``, has
