@@ -140,3 +140,23 @@ def test_a_failed_write_leaves_what_was_there(monkeypatch):
 def test_unknown_scheme():
     with pytest.raises(ValueError, match="Install what fsspec needs for this scheme"):
         ts.train.latest_checkpoint("nosuch://bucket/run")
+
+
+def fit(folder, epochs, callback):
+    torch.manual_seed(0)
+    model = ts.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    history = model.fit(
+        torch.ones(8, 2), torch.ones(8, 1), batch_size=2, epochs=epochs, callbacks=[callback], verbose=0
+    )
+    return history.epoch, model.module.weight.detach().clone()
+
+
+def test_fit_goes_on_from_there(folder):
+    """With another object each time, as in another process."""
+    fit(folder, 1, ts.experimental.ElasticTraining(folder, save_freq=3))
+    went_on = fit(folder, 2, ts.experimental.ElasticTraining(folder, save_freq=3))
+    assert went_on[0] == [0, 1]
+    unbroken = fit(f"{folder}2", 2, ts.callbacks.BackupAndRestore(f"{folder}2", save_freq=3))
+    assert torch.equal(went_on[1], unbroken[1])
+    assert not ts.train.latest_checkpoint(f"{folder}2")  # it deletes its files at the end
