@@ -204,6 +204,13 @@ def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
         if global_batch_size < 0:
             raise errors.InvalidArgumentError(f"global_batch_size must not be negative. Received: {global_batch_size}")
         return int(global_batch_size)
+    context = get_replica_context()
+    shares = None if context is None else context.batch_shares
+    if shares is not None and shares.num_parts > 1:
+        warn_once(
+            f"global_batch_size is a tensor in one of {shares.num_parts} parts of one optimizer step. It must be what "
+            "all parts have over all replicas: counted in this part alone, it makes the step too large."
+        )
     return _divisor_tensor(global_batch_size)
 
 
@@ -238,9 +245,11 @@ def _divisor_tensor(global_batch_size: Any) -> Tensor:
 def _warn_if_too_small(global_batch_size: int, num_losses: int) -> None:
     """Warn of a global batch size that is smaller than the batch, and of a batch that every replica got whole."""
     context = get_replica_context()
-    if torch.compiler.is_compiling() or context is None or context.num_replicas_in_sync == 1 or num_losses == 0:
+    if torch.compiler.is_compiling() or context is None or num_losses == 0:
         return
     shares = context.batch_shares
+    if context.num_replicas_in_sync == 1 and (shares is None or shares.num_parts == 1):
+        return
     remedy = 'Give the number of examples over all replicas, or "actual".'
     if shares is None and num_losses >= global_batch_size > 0:
         warn_once(
@@ -249,10 +258,11 @@ def _warn_if_too_small(global_batch_size: int, num_losses: int) -> None:
             "counts it several times: iterate over `strategy.experimental_distribute_dataset(dataset)`, which gives "
             f"each replica its share. {remedy}"
         )
-    elif shares is not None and global_batch_size < shares.total and num_losses == context._num_own_examples:
+    elif shares is not None and global_batch_size < shares.divisor and num_losses == context._num_own_examples:
+        what = "this batch has" if shares.num_parts == 1 else f"the {shares.num_parts} parts of this step have"
         warn_once(
-            f"global_batch_size={global_batch_size}, but this batch has {shares.total} examples over all replicas, so "
-            f"the loss is too large. {remedy}"
+            f"global_batch_size={global_batch_size}, but {what} {shares.divisor} examples over all replicas, so the "
+            f"loss is too large. {remedy}"
         )
 
 

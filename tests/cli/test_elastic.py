@@ -1,10 +1,13 @@
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from torch.distributed import HashStore, PrefixStore, TCPStore
+import pytest
+from torch.distributed import DistStoreError, HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo
 
-from torchstrategy.cli.elastic import Agreement, WorkerEnvironments, tf_config
+from torchstrategy.cli.elastic import AgreeingRendezvous, Agreement, WorkerEnvironments, tf_config
 
 HOSTS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 
@@ -53,6 +56,35 @@ def test_each_round_has_a_store_of_its_own_on_a_host_that_is_there():
     assert where.master_addr == HOSTS[1]
     client = TCPStore(where.master_addr, where.master_port, is_master=False, wait_for_workers=False)
     assert client.add("workers", 1) == 1
+
+
+def test_a_launcher_that_was_lost_while_all_agree_is_missed_in_the_next_round():
+    store, rounds = HashStore(), []
+
+    class Handler:
+        def next_rendezvous(self):
+            rounds.append(len(rounds))
+            size = 2 if len(rounds) == 1 else 1
+            return RendezvousInfo(PrefixStore(str(len(rounds)), store), 0, size, None)
+
+    agreement = Agreement(1, HOSTS[0])
+    agreement.reach = functools.partial(agreement.reach, patience_s=0.2)
+    info = AgreeingRendezvous(Handler(), agreement).next_rendezvous()
+    assert (info.world_size, len(rounds)) == (1, 2)
+    assert info.bootstrap_store_info == agreement.store_address
+
+
+def test_launchers_whose_store_is_lost_say_so():
+    class Lost(HashStore):
+        def check(self, keys):
+            raise DistStoreError("gone")
+
+    class Handler:
+        def next_rendezvous(self):
+            return RendezvousInfo(Lost(), 0, 2, None)
+
+    with pytest.raises(RendezvousError, match="store was lost"):
+        AgreeingRendezvous(Handler(), Agreement(1, HOSTS[0])).next_rendezvous()
 
 
 def test_an_ipv6_host_stands_in_brackets():

@@ -11,12 +11,18 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from torchstrategy.collectives import connections
+from torchstrategy.collectives import connections, joining
 from torchstrategy.collectives.control import ControlPlane
-from torchstrategy.collectives.joining import Roll, connect_ranks
+from torchstrategy.collectives.joining import Roll, _rest_of_key, connect_ranks
 
 KEY = b"k" * 32
 NUM = 60
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
 
 
 @contextlib.contextmanager
@@ -168,3 +174,42 @@ def test_without_files_the_door_goes_on(door):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         connection.close()
         assert greeting == b"abc"
+
+
+@pytest.mark.parametrize("kind", ["signed", "channels"])
+def test_strangers_that_are_put_out_while_they_hang_up_are_nobody(kind):
+    """Their sockets were closed in the middle of a look at all of them, and then given out as watched ones."""
+    with socket.create_server(("127.0.0.1", 0), backlog=connections.BACKLOG) as listener:
+        address = listener.getsockname()
+        if kind == "signed":
+            door = connections.signed_door(listener, KEY, {1, 2})
+        else:
+            door = connections.Door(listener, functools.partial(_rest_of_key, KEY, {1}))
+        with door, contextlib.ExitStack() as stack:
+            old = [socket.create_connection(address, timeout=20) for _ in range(connections._MOST_CALLERS)]
+            until(lambda: door.wait(0.01) == [] and len(door._callers) == len(old))
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(address, timeout=20))
+            for caller in old:
+                caller.close()
+            assert [found for _ in range(5) for found in door.wait(0.05)] == []
+
+
+def test_a_rank_that_the_keeper_of_the_roll_answers_too_late_is_not_dead(monkeypatch):
+    monkeypatch.setattr(joining, "_CALL_S", 0.3)
+    listen, slept = connections.Door._listen, []
+
+    def slow(self, connection):
+        if not slept:
+            slept.append(time.sleep(0.8))  # native code keeps the keeper's interpreter
+        return listen(self, connection)
+
+    monkeypatch.setattr(connections.Door, "_listen", slow)
+    store = HashStore()
+    keeper, late = Roll(0, 2), Roll(1, 2)
+    keeper.join(store, "127.0.0.1")
+    late.join(store, "127.0.0.1")
+    assert keeper.wait_for_failure(2.0) is None
+    assert slept
+    late.leave()
+    keeper.leave()

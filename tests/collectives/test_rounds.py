@@ -93,3 +93,14 @@ def test_a_process_whose_launcher_has_ended(monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     with pytest.raises(RuntimeError, match="launcher has ended"):
         rounds.enter_round(HashStore(), job(1, 2), time.monotonic() + 5)
+
+
+def test_an_orphan_of_an_earlier_round_holds_nobody(monkeypatch):
+    """It would say for minutes that it waits, as rank 0, and those of the next round would come to it."""
+    parent = [10]
+    monkeypatch.setattr(os, "getppid", lambda: parent[0])
+    orphan = Process(HashStore(), 0, 2)
+    time.sleep(0.1)
+    parent[0] = 1
+    orphan.join(20)
+    assert "launcher has ended" in str(orphan.error)

@@ -53,5 +53,6 @@ def test_components_that_do_not_fit_together():
     one, other = element(strategy, torch.ones(4)), element(strategy, torch.ones(3))
     with pytest.raises(ts.errors.InvalidArgumentError, match="in different ways"):
         micro_batches((one, other), 2, 1)
+    assert [part[1] for part in micro_batches((torch.ones(4), 7), 1, 2)] == [7, 7]
     with pytest.raises(ValueError, match="no examples to count"):
         micro_batches({"scalar": torch.tensor(1.0)}, 1, 2)

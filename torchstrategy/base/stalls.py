@@ -278,7 +278,7 @@ def find_processes() -> list[Process]:
             *_, flags, _, _, _, name = [""] * 4 + line.split()
             if flags != _LISTENS or not name.startswith(f"@{_NAME}"):
                 continue
-            with contextlib.suppress(PermissionError, ConnectionError):  # it has just ended
+            with contextlib.suppress(OSError):  # it has just ended, is another user's, or answers nobody
                 found.append(Process(name, *_ask(name, "who", _ASK_S)))
     return sorted(found, key=lambda process: process.pid)
 

@@ -28,6 +28,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -161,6 +162,8 @@ def _read(path: str) -> _Error | None:
 
 
 BACKEND = "torchstrategy"
+_PATIENCE_S = 20.0  # longer than torch takes to miss a launcher
+_LOOK_S = 0.05
 
 
 class Agreement:
@@ -182,17 +185,23 @@ class Agreement:
         self._ports: ReservedPorts | None = None
         self._store: TCPStore | None = None
 
-    def reach(self, info: RendezvousInfo) -> None:
+    def reach(self, info: RendezvousInfo, patience_s: float = _PATIENCE_S) -> bool:
         """Exchange this round's addresses with the launchers of the other hosts.
 
         Args:
             info: the round; its store is the round's own.
+            patience_s: seconds to wait for the others; one that has just been lost may be in the round still.
+
+        Returns: whether all have come.
         """
         if self._ports is not None:
             self._ports.close()
         self._ports = ReservedPorts(self._num_workers, host="")
         own = [join_address(self._host, port) for port in self._ports.numbers]
         info.store.set(f"launch/{info.rank}", json.dumps([self.attempt, own]))
+        deadline = time.monotonic() + patience_s
+        if not _are_there(info.store, [f"launch/{rank}" for rank in range(info.world_size)], deadline):
+            return False
         rounds = [json.loads(info.store.get(f"launch/{rank}")) for rank in range(info.world_size)]
         self.attempt = 1 + max(attempt for attempt, _ in rounds)
         self.addresses = [address for _, addresses in rounds for address in addresses]
@@ -202,7 +211,19 @@ class Agreement:
             self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
             mark_as_of_one_round(self._store)
             info.store.set("launch/store", json.dumps([self._host, self._store.port]))
+        if not _are_there(info.store, ["launch/store"], deadline + patience_s):
+            return False
         self.store_address = RendezvousStoreInfo(*json.loads(info.store.get("launch/store")))
+        return True
+
+
+def _are_there(store: Store, keys: list[str], deadline: float) -> bool:
+    """Wait for keys, in short looks: the store's own wait would not let signals through."""
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 class AgreeingRendezvous(RendezvousHandler):
@@ -220,7 +241,11 @@ class AgreeingRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other launchers and agree with them."""
         info = self._handler.next_rendezvous()
-        self._agreement.reach(info)
+        try:
+            while not self._agreement.reach(info):  # a launcher that was lost meanwhile is missed in the next round
+                info = self._handler.next_rendezvous()
+        except DistError as error:
+            raise RendezvousConnectionError("the launchers' store was lost") from error
         return RendezvousInfo(info.store, info.rank, info.world_size, self._agreement.store_address)
 
     def get_backend(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import secrets
@@ -42,6 +43,7 @@ _GREETING_S = 5.0
 _MOST_CALLERS = 128
 _AT_ONCE = 16  # those who were let in earlier are read in between
 _NO_FILES_S = 0.05
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MOST_SAID = 10
 
 Message = dict[str, Any]
@@ -210,6 +212,7 @@ class Door:
         self._check = check
         self._first = first
         self._callers: dict[socket.socket, tuple[float, bytes, bytearray]] = {}  # the first one came first
+        self._watched: set[socket.socket] = set()
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
         listener.settimeout(0)
@@ -217,10 +220,12 @@ class Door:
 
     def watch(self, connection: socket.socket) -> None:
         """Let ``wait`` return this connection, too, when it can be read, until it is closed by ``forget``."""
+        self._watched.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def forget(self, connection: socket.socket) -> None:
         """Close a connection that is watched."""
+        self._watched.discard(connection)
         self._selector.unregister(connection)
         connection.close()
 
@@ -240,9 +245,9 @@ class Door:
                 connection: Any = key.fileobj
                 if connection is self._listener:
                     self._admit()
-                elif connection not in self._callers:
+                elif connection in self._watched:
                     found.append((connection, None))
-                elif (greeting := self._listen(connection)) is not None:
+                elif connection in self._callers and (greeting := self._listen(connection)) is not None:
                     found.append((connection, greeting))
             now = time.monotonic()
             for connection in [one for one, (end, _, _) in self._callers.items() if end < now]:
@@ -269,7 +274,9 @@ class Door:
                 connection = self._listener.accept()[0]
             except BlockingIOError:
                 return
-            except OSError as error:  # such as no more files for this process; or the caller has gone
+            except OSError as error:
+                if error.errno not in _NO_ROOM:  # the caller has gone
+                    continue
                 if self._callers:
                     self._refuse(next(iter(self._callers)), str(error))
                 else:
@@ -314,7 +321,9 @@ class Door:
         connection.close()
 
 
-def signed_call(address: str, key: bytes, timeout_s: float, hello: Message) -> tuple[socket.socket, Message]:
+def signed_call(
+    address: str, key: bytes, timeout_s: float, hello: Message, farewell: Message | None = None
+) -> tuple[socket.socket, Message]:
     """Connect to a ``signed_door``.
 
     Args:
@@ -322,6 +331,7 @@ def signed_call(address: str, key: bytes, timeout_s: float, hello: Message) -> t
         key: the group's secret.
         timeout_s: seconds for each step.
         hello: what this process says of itself, with its ``rank``.
+        farewell: what it says where no answer comes, since the other end may read the greeting later.
 
     Returns:
         The connection, and the other end's answer.
@@ -335,7 +345,13 @@ def signed_call(address: str, key: bytes, timeout_s: float, hello: Message) -> t
         connection = on_error.enter_context(socket.create_connection((lookup_name(host), int(port)), timeout=timeout_s))
         nonce = _read_exactly(connection, _NONCE_BYTES)
         connection.sendall(frame({**hello, "mac": _mac(key, nonce, hello)}))
-        answer = _read_frame(connection)
+        try:
+            answer = _read_frame(connection)
+        except BaseException:
+            if farewell is not None:
+                with contextlib.suppress(OSError):
+                    connection.sendall(frame(farewell))
+            raise
         on_error.pop_all()
     return connection, answer
 

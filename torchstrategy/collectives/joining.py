@@ -35,6 +35,7 @@ from torchstrategy.errors import DeadlineExceededError
 __all__ = ["Channel", "Roll", "connect_ranks", "end_of", "report_end", "store_of_job"]
 
 _CALL_S = 5.0
+_MOST_TOLD = 10_000
 _LOOK_S = 0.5
 _ASK_AGAIN_S = 0.02
 _DIED = "has died while the job was starting (process {pid} on {host}: its connection closed)"
@@ -132,7 +133,7 @@ class Roll:
 
     def fail(self, error: BaseException) -> None:
         """Let all others know that this rank does not join."""
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"[:_MOST_TOLD]
         record = {**lost_record(self._rank, text), "operation": "joining the job"}
         self.tell({**record, "is_deadline": isinstance(error, DeadlineExceededError)})
 
@@ -140,8 +141,8 @@ class Roll:
         """Leave the roll; the one who keeps it does so when all have left."""
         self._is_over = True
         self._wake()
-        if self._thread is not None and not self._keeps:
-            self._thread.join(timeout=1.0)
+        if self._thread is not None and (not self._keeps or self._failure is not None):
+            self._thread.join(timeout=1.0)  # what it has to say is said
 
     def _wake(self) -> None:
         if self._wakers is not None:
@@ -185,7 +186,7 @@ class Roll:
         with woken, waker:
             try:
                 address, key, keeper = json.loads(_get_soon(own, "roll/keeper"))
-                connection, answer = signed_call(address, key.encode(), _CALL_S, hello)
+                connection, answer = signed_call(address, key.encode(), _CALL_S, hello, {"left": True})
             except (OSError, ValueError, RuntimeError) as error:
                 logger.debug("Nobody will be told if this process dies before all have met: %s", error)
                 return

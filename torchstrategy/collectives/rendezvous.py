@@ -26,7 +26,7 @@ from torchstrategy.base.log import call_site, logger
 from torchstrategy.collectives.connections import Ask, Message, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.collectives.joining import Roll, end_of, store_of_job
-from torchstrategy.collectives.rounds import enter_round, wait_in_round
+from torchstrategy.collectives.rounds import check_launcher, enter_round, wait_in_round
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["Rendezvous", "meet", "raise_lost_store"]
@@ -324,14 +324,16 @@ def _wait_for_all(
     missing = [rank for rank in range(job.size) if rank != job.rank]
     deadline = time.monotonic() + timeout_s
     say_at = time.monotonic() + _PATIENCE_S
+    launcher = os.getppid()
     look_at = 0.0  # in between, one number says whether all are here
     while missing:
         is_late = time.monotonic() > deadline
         ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
         num_arrived = store.add("arrived", 0)
         if roll is not None:
-            if job.rank == 0:
-                wait_in_round(store)
+            if job.hosted:
+                check_launcher(launcher)
+                wait_in_round(store) if job.rank == 0 else None
             _look_who_is_gone(store, job, roll, num_arrived, missing)
         if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
             for rank, theirs in _arrived(store, missing).items():

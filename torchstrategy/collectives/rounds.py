@@ -18,7 +18,7 @@ from torchstrategy.base.log import logger
 from torchstrategy.collectives.joining import store_of_job
 from torchstrategy.errors import DeadlineExceededError
 
-__all__ = ["enter_round", "mark_as_of_one_round", "wait_in_round"]
+__all__ = ["check_launcher", "enter_round", "mark_as_of_one_round", "wait_in_round"]
 
 _POLL_S = 0.02
 _PATIENCE_S = 10.0
@@ -39,6 +39,19 @@ def wait_in_round(own: Store) -> None:
         own: the round's part of the store.
     """
     own.add("waits", 1)
+
+
+def check_launcher(pid: int) -> None:
+    """Check that this process's launcher is there: an orphan must not meet the processes of a later round.
+
+    Args:
+        pid: of its parent, when it began to wait.
+
+    Raises:
+        RuntimeError: it has ended.
+    """
+    if os.getppid() != pid:
+        raise RuntimeError("This process's launcher has ended, so it takes part in no further round of the job.")
 
 
 def enter_round(store: Store, job: Job, deadline: float) -> int:
@@ -74,8 +87,7 @@ def enter_round(store: Store, job: Job, deadline: float) -> int:
             if size == job.size and seen[0] == last[0] and seen[1] > last[1]:
                 return number
             last = seen
-        if os.getppid() != launcher:
-            raise RuntimeError("This process's launcher has ended, so it takes part in no further round of the job.")
+        check_launcher(launcher)
         if time.monotonic() > deadline:
             others = f" (The last ones that met were {size} processes, and these are {job.size}.)" if size else ""
             raise DeadlineExceededError(

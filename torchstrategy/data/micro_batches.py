@@ -17,7 +17,7 @@ from torchstrategy.base.values import (
     set_shares,
     shares_of,
 )
-from torchstrategy.data.batch import as_given, batch_length, check_batch_sizes, components, take
+from torchstrategy.data.batch import Components, as_given, batch_length, check_batch_sizes, components, take
 from torchstrategy.data.split import even_sizes, share_bounds
 from torchstrategy.errors import InvalidArgumentError
 
@@ -80,10 +80,18 @@ def micro_batches(batch: Any, num_local: int, max_examples: int) -> list[Any]:
     parts = []
     for k in range(num_parts):
         tag = BatchShares(tuple(own[k] for own in cut), shares.step)
-        own_parts = [take(own, *bound[k]) for own, bound in zip(locals_, bounds, strict=True)]
+        own_parts = [_part(own, *bound[k]) for own, bound in zip(locals_, bounds, strict=True)]
         columns = zip(*(part.leaves for part in own_parts), strict=True)
         parts.append(tree.unflatten(own_parts[0].spec, [_tagged(column, tag) for column in columns]))
     return parts
+
+
+def _part(batch: Components, start: int, stop: int) -> Components:
+    """Return some of the examples; what has none, such as a number, is every part's."""
+    cut = iter(
+        take(Components([leaf for leaf in batch.leaves if batch_length(leaf) is not None], None), start, stop).leaves
+    )
+    return Components([leaf if batch_length(leaf) is None else next(cut) for leaf in batch.leaves], batch.spec)
 
 
 def _tagged(column: Sequence[Any], tag: BatchShares) -> Any:

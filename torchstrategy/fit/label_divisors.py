@@ -17,6 +17,7 @@ from torchstrategy.base.options import ReduceOp
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.loss_parts import LossPart
 from torchstrategy.fit.outputs import is_several
+from torchstrategy.fit.steps import current_step
 from torchstrategy.metrics.metric import sum_dtype
 from torchstrategy.strategies.default import get_replica_context
 
@@ -40,11 +41,17 @@ class LabelDivisors:
         self._parts = parts
         #: What ``using`` gave, by replica.
         self._given: dict[int, Tensor | Callable[[], Tensor]] = {}
+        #: What the labels of the first batch of a step of several add, by replica.
+        self._first: dict[int, Tensor] = {}
         #: Outputs all of whose labels are known to count alike.
         self._counted: frozenset[Any] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_given": {}, "_counted": frozenset()}  # which hold for what runs here now
+        return self.__dict__ | {
+            "_given": {},
+            "_first": {},
+            "_counted": frozenset(),
+        }  # which hold for what runs here now
 
     def local(self, y: Any, sample_weight: Any = None) -> Tensor | None:
         """Return what a replica's batch adds to the divisors; ``None`` if there are none.
@@ -74,7 +81,8 @@ class LabelDivisors:
             sums.append(torch.stack([part.to(tensor_device(device)) for part in parts]).sum(0) if parts else None)
         return sums
 
-    def over_replicas(self, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def over_replicas(self, batches: Sequence[Any]) -> Iterator[None]:
         """Let the losses of an optimizer step be divided by what all replicas have. Replica context.
 
         Args:
@@ -82,7 +90,13 @@ class LabelDivisors:
         """
         parts = self._of_batches(batches)
         local = torch.stack(parts).sum(0) if len(parts) > 1 else next(iter(parts), None)
-        return self.using(sum_over_replicas(local))
+        if len(parts) > 1:
+            self._first[_replica_id()] = parts[0]
+        try:
+            with self.using(sum_over_replicas(local)):
+                yield
+        finally:
+            self._first.pop(_replica_id(), None)
 
     @contextlib.contextmanager
     def using(self, divisors: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
@@ -128,12 +142,18 @@ class LabelDivisors:
         Args:
             outputs: their losses, labels and weights.
             alone: whether this replica's batch is a batch of its own, whatever others have.
+
+        Raises:
+            ValueError: in one of several batches of a step, the labels are not those of the data, by which all of them
+                were counted.
         """
         found: list[Tensor | None] = [None] * len(outputs)
         rows = self._with_divisor(outputs)
         if not rows:
             return found
         given = self._given.get(_replica_id())
+        if not alone:
+            self._check_counted(rows, given)
         if given is None:
             own: Sequence[Tensor] = [part.divisor(label, weight) for _, _, part, label, weight in rows]
             context = get_replica_context()
@@ -146,6 +166,28 @@ class LabelDivisors:
         for (place, *_), divisor in zip(rows, own, strict=True):
             found[place] = divisor
         return found
+
+    def _check_counted(self, rows: Sequence[tuple[int, Any, LossPart, Any, Any]], given: Any) -> None:
+        """Check in a first batch, where looking costs nothing that matters, that its labels are those of the data."""
+        context, first = get_replica_context(), self._first.get(_replica_id())
+        shares = None if context is None else context.batch_shares
+        if shares is None or shares.num_parts == 1 or not current_step().is_checked:
+            return
+        if given is not None and (first is None or first.device.type == "xla"):
+            return
+        own = torch.stack([part.divisor(label, weight).to(sum_dtype()) for _, _, part, label, weight in rows])
+        if (
+            given is None
+            or first is None
+            or first.shape != own.shape
+            or not torch.allclose(own.to(first.device), first)
+        ):
+            raise ValueError(
+                f"The loss divides by what labels and weights count, and those of a step of your own are not those of "
+                f"the data. In one of {shares.num_parts} batches of one optimizer step (gradient_accumulation_steps, "
+                "ElasticTraining) nobody knows what the others count. Change labels and weights in the dataset, or "
+                'give a loss of examples to ts.nn.compute_average_loss(..., global_batch_size="actual").'
+            )
 
     def _of_batches(self, batches: Iterable[Any]) -> list[Tensor]:
         data = map(unpack_x_y_sample_weight, batches)

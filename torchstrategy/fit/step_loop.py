@@ -15,7 +15,7 @@ import torch
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
 from torchstrategy.base.values import mark_windows
-from torchstrategy.data.micro_batches import cut_window
+from torchstrategy.data.micro_batches import cut_window, micro_batches
 from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
@@ -195,11 +195,13 @@ class StepLoop:
     def _execute(self, windows: Windows, mode: str) -> list[Any]:
         """Run one execution; return what its steps returned, of training and tests the last one only."""
         trainer, model = self.trainer, self.model
-        if trainer.max_replica_batch_size is None or mode == "predict":
+        last, num_parts, limit = windows[-1][-1], 1, trainer.max_replica_batch_size
+        if limit is None or mode == "predict":
             mark_windows(windows)
         else:
             num_local = self.strategy.placement.num_local
-            windows = [cut_window(window, num_local, trainer.max_replica_batch_size) for window in windows]
+            num_parts = len(micro_batches(last, num_local, limit))
+            windows = [cut_window(window, num_local, limit) for window in windows]
         if self._is_first:
             trainer.note_example(windows[0][0])
             initialise_lazy_layers(model, self.strategy, windows[0][0])
@@ -214,6 +216,7 @@ class StepLoop:
             run_windows,
             step=_step_of(model, mode),
             prepare=self._prepare if mode == "train" else None,
+            num_parts=num_parts,
             device=self._device,
             divide=self._divide(windows, mode),
             state=StepState(
@@ -229,7 +232,7 @@ class StepLoop:
             if mode == "predict":  # each step's outputs are needed
                 return [run(fn, args=([window],)) for window in windows]
             outputs = run(fn, args=(windows,))
-        trainer.note_outputs(outputs, windows[-1][-1])
+        trainer.note_outputs(outputs, last)
         if is_first:
             self._named = model._named_metrics()  # the first predictions tell how many outputs there are
             if mode == "train":

@@ -117,7 +117,7 @@ class StepState:
         is_checked: whether labels, predictions and shapes are looked at closely, as in the first batch.
         labels_on_host: the labels of each of the process's replicas, where a step can't look at its own.
         tracked: the losses that were counted as the step's; the last one is.
-        minimized: an entry for each loss of the optimizer step that has added its gradients.
+        gradients: those that the batches before this one have added, with their versions.
     """
 
     is_last: bool = True
@@ -126,7 +126,7 @@ class StepState:
     is_checked: bool = False
     labels_on_host: Sequence[Any] = ()
     tracked: list[Tensor] = field(default_factory=list)
-    minimized: list[None] = field(default_factory=list)
+    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
 
 
 _PLAIN = StepState()
@@ -145,6 +145,7 @@ def run_windows(
     divide: Callable[[int, list[Any]], contextlib.AbstractContextManager[Any]] | None,
     state: StepState,
     device: torch.device | None = None,
+    num_parts: int = 1,
 ) -> Any:
     """Give a step function each batch in turn. Replica context only.
 
@@ -156,13 +157,15 @@ def run_windows(
             the losses.
         state: the first batch's; the others are not checked.
         device: where the data is moved to; ``None`` if it is where the model is.
+        num_parts: how many of the last batches are parts of one.
 
     Returns:
-        What the last step returned.
+        What the last step returned; of several parts, the means of the numbers over their examples.
     """
     context: Any = get_replica_context()
     given = context._inputs
     result = None
+    results: list[tuple[int, Any]] = []
     serve_lone_values(context.strategy)
     token = trains_on_one.set(True)
     try:
@@ -170,7 +173,7 @@ def run_windows(
             batches = window if device is None else [_moved(batch, device) for batch in window]
             batches = batches if prepare is None else [prepare(batch) for batch in batches]
             with contextlib.nullcontext() if divide is None else divide(number, list(batches)):
-                minimized: list[None] = []
+                gradients: list[tuple[Tensor, int]] = []
                 for i, (batch, data) in enumerate(zip(window, batches, strict=True)):
                     context._work_on(batch)
                     is_last = i == len(window) - 1
@@ -180,17 +183,32 @@ def run_windows(
                         state.autocast,
                         state.is_checked,
                         state.labels_on_host,
-                        minimized=minimized,
+                        gradients=gradients,
                     )
                     with set_within(_current, own):
                         result = step(data)
+                    if num_parts > 1:
+                        results = [*results[1 - num_parts :], (context._num_own_examples or 0, result)]
                     if state.is_checked:
                         _check_returned(result, state.method)
                         state = StepState(method=state.method, autocast=state.autocast)
     finally:
         trains_on_one.reset(token)
         context._work_on(given)  # a batch must not outlive its run
-    return result
+    return result if num_parts == 1 else _of_parts(results)
+
+
+def _of_parts(results: Sequence[tuple[int, Any]]) -> Any:
+    """Return what the parts of a batch gave as if it had been one: the means of numbers over its examples."""
+    total, last = sum(count for count, _ in results), results[-1][1]
+    if total == 0 or not isinstance(last, Mapping):
+        return last
+    joined = dict(last)
+    for name, value in last.items():
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
+            own = [(count, result[name]) for count, result in results if count]  # of none, a mean is not a number
+            joined[name] = sum(count / total * number for count, number in own)
+    return joined
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

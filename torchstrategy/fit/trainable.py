@@ -211,11 +211,14 @@ class TrainableModule(nn.Module):
                 "The loss does not depend on any parameter that is trained: all of the model's are frozen "
                 "(requires_grad=False), or its forward or the loss cuts the graph (detach(), no_grad(), NumPy)."
             )
-        self._begin_part()
+        self._check_kept(state.gradients)
         if state.method and not state.tracked:
             self.track_loss(loss)
         (loss if scaler is None else scaler.scale(loss)).backward()
         if not state.is_last:
+            if state.method:
+                grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+                state.gradients[:] = [(grad, grad._version) for grad in grads]
             return
         clips = type(self).clip_gradients is not TrainableModule.clip_gradients
         if scaler is not None:
@@ -232,17 +235,15 @@ class TrainableModule(nn.Module):
             optimizer.step()
         optimizer.zero_grad()  # at once, so that gradients take no memory during the next forward pass
 
-    def _begin_part(self) -> None:
-        """Note that the gradients of one more batch of the optimizer step are added, and check that the others are."""
-        state = current_step()
-        if state.minimized and all(parameter.grad is None for parameter in self.parameters()):
+    def _check_kept(self, gradients: list[tuple[Tensor, int]]) -> None:
+        """Check that what the batches before have added is there as it was."""
+        grads = {id(parameter.grad) for parameter in self.parameters()} if gradients else set()
+        if any(id(grad) not in grads or grad._version != version for grad, version in gradients):
             raise RuntimeError(
-                "The gradients of the batches before this one were cleared, which make one optimizer step with it, by "
-                "compile(gradient_accumulation_steps=) or ElasticTraining(max_replica_batch_size=). Leave out "
-                "zero_grad(): self.minimize(loss) clears gradients after the step."
+                "The gradients of the batches before this one were cleared or changed, which make one optimizer step "
+                "with it, by compile(gradient_accumulation_steps=) or ElasticTraining(max_replica_batch_size=). Leave "
+                "out zero_grad(): self.minimize(loss) clears gradients after the step. Clip in clip_gradients."
             )
-        if state.method and not state.is_last:
-            state.minimized.append(None)
 
     def track_loss(self, loss: Tensor) -> None:
         """Add this replica's share of a batch's loss to what logs show as ``loss``. Replica context.

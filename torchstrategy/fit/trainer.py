@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy, in_cross_replica_context
@@ -120,8 +121,8 @@ class Trainer:
         if self._step_check is not None:
             self._step_check.remove()
         self._step_check = None
-        if max_examples is not None and self.optimizer is not None:
-            self._step_check = self.optimizer.register_step_pre_hook(_refuse_early_step)
+        if max_examples is not None:  # of any optimizer, since a step may have its own
+            self._step_check = register_optimizer_step_pre_hook(_refuse_early_step)
         self.max_replica_batch_size = max_examples
 
     def begin_fit(self, position: FitPosition, callbacks: Any, dataset: Any) -> None:

@@ -1,5 +1,6 @@
 """One trajectory, whatever the number of replicas and the room that each has."""
 
+import contextlib
 import threading
 
 import pytest
@@ -163,8 +164,44 @@ class Clears(ts.Model):
         self.minimize(ts.nn.scale_mean_loss(nn.functional.cross_entropy(self(x), y)))
 
 
+class ClearsInPlace(ts.Model):
+    def train_step(self, data):
+        x, y = data
+        self.optimizer.zero_grad(set_to_none=False)
+        self.minimize(ts.nn.scale_mean_loss(nn.functional.cross_entropy(self(x), y)))
+
+
+class OfItsOwn(ts.Model):
+    """Steps an optimizer that compile was not given."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.__dict__["own"] = torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_step(self, data):
+        x, y = data
+        self.own.zero_grad()
+        ts.nn.scale_mean_loss(nn.functional.cross_entropy(self(x), y)).backward()
+        self.own.step()
+
+
+class Masks(ts.Model):
+    """Ignores other labels than the data does."""
+
+    def train_step(self, data):
+        x, y = data
+        y = torch.where(x[:, 0] > 0, y, -100)
+        self.minimize(self.compute_loss(x, y, self(x)))
+
+
 @pytest.mark.parametrize(
-    ("cls", "message"), [(ByHand, "stepped before the last"), (Clears, "batches before this one were cleared")]
+    ("cls", "message"),
+    [
+        (ByHand, "stepped before the last"),
+        (OfItsOwn, "stepped before the last"),
+        (Clears, "batches before this one were cleared"),
+        (ClearsInPlace, "batches before this one were cleared"),
+    ],
 )
 def test_steps_that_would_lose_a_part(cls, message, tmp_path):
     model = cls(net())
@@ -173,6 +210,65 @@ def test_steps_that_would_lose_a_part(cls, message, tmp_path):
     with pytest.raises(RuntimeError, match=message):
         model.fit(*data(), batch_size=6, callbacks=[elastic], verbose=0)
     model.fit(*data(), batch_size=6, verbose=0)  # the limit has ended with the other fit
+
+
+def test_labels_that_a_step_changes(tmp_path):
+    """Of one batch the loss counts them itself; of several parts nobody knows what the others count."""
+    for room, raises in ((None, False), (2, True)):
+        model = Masks(net())
+        model.compile("sgd", nn.CrossEntropyLoss())
+        elastic = ElasticTraining(tmp_path / str(room), max_replica_batch_size=room)
+        with pytest.raises(ValueError, match="not those of the data") if raises else contextlib.nullcontext():
+            model.fit(*data(), batch_size=6, callbacks=[elastic], verbose=0)
+
+
+class Shows(ts.Model):
+    def train_step(self, data):
+        x, y = data
+        losses = nn.functional.cross_entropy(self(x), y, reduction="none")
+        self.minimize(ts.nn.compute_average_loss(losses, global_batch_size="actual"))
+        return {"mine": losses.detach().mean(), "rows": float(x[:, 0].mean())}
+
+
+def test_numbers_that_a_step_returns(tmp_path):
+    ends = []
+    for num_replicas, room in STRATEGIES:
+        strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        with strategy.scope():
+            model = Shows(net())
+        model.compile("sgd")
+        elastic = ElasticTraining(tmp_path / f"{num_replicas}{room}", max_replica_batch_size=room)
+        ends.append(model.fit(*data(), batch_size=5, callbacks=[elastic], verbose=0).history)  # the last has 3
+    for end in ends[1:]:
+        for name, values in ends[0].items():
+            assert end[name] == pytest.approx(values, rel=1e-10), name
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_batch_that_the_step_has_changed(num_replicas, tmp_path):
+    strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    dataset = strategy.experimental_distribute_dataset(torch.arange(6.0), batch_size=6)
+    elastic = ElasticTraining(tmp_path, max_replica_batch_size=2)
+
+    def step(x):
+        parts = elastic.micro_batches(2 * x)
+        return sum(ts.nn.compute_average_loss(part, global_batch_size="actual") for part in parts)
+
+    assert float(strategy.reduce("sum", strategy.run(step, args=(next(iter(dataset)),)))) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("divisor", [3, "tensor"])
+def test_divisors_that_are_counted_in_a_part_are_warned_of(divisor, tmp_path):
+    elastic = ElasticTraining(tmp_path, max_replica_batch_size=3)
+    strategy = ts.MirroredStrategy(["cpu:0"])
+    (batch,) = strategy.experimental_distribute_dataset(torch.ones(6), batch_size=6)
+
+    def step(batch):
+        for part in elastic.micro_batches(batch):
+            ts.nn.compute_average_loss(part, global_batch_size=torch.tensor(3) if divisor == "tensor" else divisor)
+
+    with pytest.warns(UserWarning, match=r"(parts of one optimizer step|parts of this step have 6 examples)"):
+        strategy.run(step, args=(batch,))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
+from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
+from torchstrategy.base.values import num_rows_of, set_shares, shares_of
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.preemption import TerminationConfig
 from torchstrategy.checkpoint.preemption_handler import PreemptionCheckpointHandler
@@ -36,7 +39,8 @@ class ElasticTraining(BackupAndRestore):
 
     Args:
         directory: where the state is saved; all processes share it, and it is for this object alone.
-        max_replica_batch_size: how many examples a replica has room for; ``None`` means any number.
+        max_replica_batch_size: how many examples a replica has room for in ``fit`` and its validation; ``None`` means
+            any number.
         save_freq: after so many batches the state is saved, and so many are lost at most if a process is killed.
         delete_checkpoint: delete the state when ``fit`` is done. By default it stays, so that a job which is started
             again after its end does not begin anew.
@@ -101,7 +105,7 @@ class ElasticTraining(BackupAndRestore):
 
         Raises:
             ValueError: the directory holds checkpoints of something else.
-            RuntimeError: called outside the main thread, or in replica context.
+            RuntimeError: called in replica context.
 
         Example:
             >>> import tempfile
@@ -148,8 +152,8 @@ class ElasticTraining(BackupAndRestore):
                 "ElasticTraining.micro_batches was called in cross-replica context. Call it in the function that is "
                 "given to strategy.run, with the batch that the function gets."
             )
-        if context.num_replicas_in_sync > 1 and context.batch_shares is None:
-            context.actual_batch_size()  # raises, and says why
+        if context.num_replicas_in_sync > 1:
+            batch = self._with_shares(context, batch)
         given = context._inputs
         limit = self.max_replica_batch_size
         try:
@@ -158,6 +162,19 @@ class ElasticTraining(BackupAndRestore):
                 yield part
         finally:
             context._work_on(given)
+
+    @staticmethod
+    def _with_shares(context: Any, batch: Any) -> Any:
+        """Return a batch that says how it was split, also where the function has computed it from the one it got."""
+        if shares_of(batch):
+            return batch
+        if num_rows_of(batch) != context._num_own_examples:
+            context.actual_batch_size(batch)  # raises, and says why
+        shares = context.batch_shares
+        return tree.map_leaves(
+            lambda leaf: set_shares(leaf.view_as(leaf), shares) if isinstance(leaf, Tensor) and leaf.dim() else leaf,
+            batch,
+        )
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -183,5 +200,7 @@ class ElasticTraining(BackupAndRestore):
 
     @override
     def _release(self) -> None:
-        self._trainer.limit_replica_batches(None)
-        super()._release()
+        try:
+            self._trainer.limit_replica_batches(None)
+        finally:
+            super()._release()
