@@ -58,8 +58,8 @@ MUTATIONS = {
     "MEAN is a sum": Mutation("collectives/reductions.py", "return total / count", "return total"),
     "the divisor of a loss leaves the other replicas out": Mutation(
         "nn.py",
-        "return loss.shape[0] * _num_replicas()",
-        "return loss.shape[0]",
+        "return num_losses * _num_replicas()",
+        "return num_losses",
         ("tests/test_nn.py",),
     ),
     "the divisor of a loss is a share's": Mutation(

@@ -174,6 +174,26 @@ def test_a_busy_process_of_another_host_is_not_taken_for_a_stopped_one(connect, 
     assert [node.lost for node in nodes[:2]] == [[], []]
 
 
+@pytest.mark.parametrize("how", ["closed", "silent"])
+def test_a_loss_is_passed_on_before_what_follows_from_it_here(connect, monkeypatch, how):
+    """The leader's program may end at once; who heard of that first would take the leader for the cause."""
+    if how == "silent":
+        monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.5")
+    leader, other, lost = connect((0, 0, 1))
+    order, blocked = [], threading.Event()
+    leader.plane._on_lost = lambda rank, *, closed: leader.plane.post("leaves")
+    other.plane._on_lost = lambda rank, *, closed: order.append((rank, closed))
+    other.plane._on_message = lambda sender, message: order.append(message["kind"])
+    if how == "closed":
+        lost.die()
+    else:
+        lost.plane._find_silent = lambda now: blocked.wait(30)
+        lost.plane._pulse._process.kill()
+    until(lambda: len(order) == 2)
+    blocked.set()
+    assert order == [(2, how == "closed"), "leaves"]
+
+
 def test_a_busy_process_of_this_host_is_not_taken_for_a_stopped_one(connect, monkeypatch):
     monkeypatch.setenv("TORCHSTRATEGY_HEARTBEAT_S", "0.2")
     nodes = connect((0, 0))

@@ -357,15 +357,15 @@ class ControlPlane:
         peer.close()
         self._peers.pop(peer.rank, None)
         if peer.rank not in self._left and not self._stop:
+            self._tell("lost", [peer.rank, True])  # first: this process's program may leave as soon as it knows
             self._on_lost(peer.rank, closed=True)
-            self._tell("lost", [peer.rank, True])
 
     def _find_silent(self, now: float) -> None:
         for peer in self._peers.values():
             if not peer.is_silent and now - peer.heard_at > self._heartbeat_s and peer.may_be_stopped():
                 peer.is_silent = True
-                self._on_lost(peer.rank, closed=False)
                 self._tell("lost", [peer.rank, False])
+                self._on_lost(peer.rank, closed=False)
 
     def _tell(self, kind: str, body: Any) -> None:
         self._outbox.append({"from": self._rank, "to": None, "kind": kind, "body": body})
