@@ -117,7 +117,7 @@ def test_troubleshooting_quotes_real_messages():
 
 def test_the_contract_names_tests_that_exist():
     """Each row of the tables of faults is held by a test."""
-    page = (ROOT / "docs/guide/faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guide/faults.md").read_text(encoding="utf-8").partition("\n## Many of them")[0]
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| fault", "| ---"))]
     assert len(rows) > 20
     for row in rows:
