@@ -85,7 +85,7 @@ def test_torchrun():
     environ = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     job = find_job(environ=environ)
     assert (job.source, job.task_type, job.task_id, job.rank, job.size) == ("torchrun", "worker", 3, 3, 4)
-    assert (job.address, job.port, job.hosted, job.attempt) == ("host0", 29500, True, 0)
+    assert (job.address, job.port, job.hosted, job.attempt) == ("host0", 29500, True, 2)
     assert (job.local_rank, job.local_size) == (1, 2)
     assert job.cluster_spec.as_dict() == {"worker": ["host0:29500"]}
     assert job.resolver.task_id == 3

@@ -87,6 +87,61 @@ def make_optimizer(client, spec):
     client.define_optimizer(0, definition, [spec])
 
 
+def test_a_change_is_made_once_if_only_the_tensor_connection_breaks_while_it_is_made(make):
+    """The control connection stands, so the request comes again before it was answered."""
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    update, begun, calls = one.server._service._held.store.update, threading.Event(), []
+
+    def slow(changes):
+        calls.append(None)
+        begun.set()
+        time.sleep(0.5)
+        return update(changes)
+
+    one.server._service._held.store.update = slow
+
+    def cut():
+        begun.wait(WAIT_S)
+        one.link._channel._wire.shut()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    one.client.update(one.spec, "assign_add", torch.ones(4))
+    thread.join()
+    assert value_of(one) == [1.0] * 4
+    assert len(calls) == 1
+
+
+def test_a_server_that_stands_but_answers_nobody_is_not_waited_for_without_end(make, monkeypatch):
+    one = make(grace_s=0.5)
+    one.client.create(one.spec, torch.zeros(4))
+    monkeypatch.setattr(one.link, "_is_there", lambda: False)
+    one.link._channel._wire.shut()
+    monkeypatch.setattr(links.TensorChannel, "_connect", lambda *_: exec("raise OSError('stuck')"))
+    with pytest.raises(UnavailableError, match=r"asked in vain for 0\.5 seconds: it is stuck"):
+        one.client.update(one.spec, "assign_add", torch.ones(4))
+
+
+def test_a_change_that_was_interrupted_is_not_sent_again(make, monkeypatch):
+    """Its tensors are the program's own by then."""
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    value = torch.ones(4)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.link, "receive", interrupted)
+        patch.setattr(one.link._channel._wire, "send", lambda message: None)  # it is lost on its way
+        with pytest.raises(KeyboardInterrupt):
+            one.client.update(one.spec, "assign_add", value)
+    value.fill_(100.0)
+    one.lose()
+    assert value_of(one) == [0.0] * 4
+
+
 def value_of(one):
     return one.client.pull([one.spec], {})[0][1].tolist()
 

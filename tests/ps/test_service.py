@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from tests.ps.local_channels import LocalChannel, connect, make_servers
 from torchstrategy.errors import NotFoundError
+from torchstrategy.ps import service as service_module
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.optimizer_states import unpack_state
 from torchstrategy.ps.service import ParameterService
 from torchstrategy.ps.transport.messages import Message
 
 KINDS = ["create", "pull", "rows", "update", "scatter", "read", "write", "push", "state", "load_state"]
-SESSION = SimpleNamespace(id="s", is_valid=True, role="coordinator")
+SESSION = SimpleNamespace(id="s", is_valid=True, role="coordinator", hello={"client": "s"})
 
 
 def make_service():
@@ -174,7 +175,7 @@ def test_a_new_coordinator_begins_anew():
 def test_lost_clients_leave_no_snapshots():
     service = make_service()
     service.tensor(SESSION, Message("read", {"parts": [[0, 0, 0, 4]]}))
-    other = SimpleNamespace(id="t", is_valid=True, role="coordinator")
+    other = SimpleNamespace(id="t", is_valid=True, role="coordinator", hello={"client": "t"})
     service.tensor(other, Message("read", {"parts": [[0, 0, 0, 4]]}))
     service.lost(SESSION)
     with pytest.raises(NotFoundError, match="from its beginning"):
@@ -204,6 +205,21 @@ def test_a_change_that_is_asked_for_again_is_made_once():
         )
     add(3)  # what has failed was not made
     assert content(service)[1] == [[5.0, 5.0]] * 4
+    with pytest.raises(ValueError, match="2 comes after 3"):
+        add(2)  # it was on its way for long
+
+
+def test_replies_to_clients_that_do_not_come_back_are_forgotten(monkeypatch):
+    service = make_service()
+    now = [0.0]
+    monkeypatch.setattr(service_module.time, "monotonic", lambda: now[0])
+    for number in range(50):
+        session = SimpleNamespace(id="s", is_valid=True, role="worker", hello={"client": f"{number}"})
+        fields = {"parts": [[0, 0, "assign_add"]], "once": 1}
+        service.tensor(session, Message("update", fields, (torch.ones(4, 2),)))
+        service.lost(session)
+        now[0] += 600.0
+    assert len(service._held._replies) == len(service._held._answering) == len(service._held._lost) <= 8
 
 
 def test_definitions_do_not_hold_up_the_control_thread():

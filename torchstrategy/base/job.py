@@ -129,7 +129,7 @@ class Job:
         address: host of the key-value store at which they meet.
         port: the store's port.
         hosted: whether the launcher keeps the store; else rank 0 does.
-        attempt: how often the job was started again, where all processes are told alike.
+        attempt: how often the launcher has restarted the job; under torchrun hosts may count differently.
         local_rank: its number on its host, ``None`` if the source does not say, or if all the GPUs that this process
             sees are its own.
         local_size: processes on its host, ``None`` if the source does not say.

@@ -215,6 +215,7 @@ def _job_of_torchrun(found: TorchrunEnvironment, resolver: ClusterResolver) -> J
         address=found.master_addr,
         port=found.master_port,
         hosted=found.agent_store,
+        attempt=found.restart_count,
         local_rank=found.local_rank,
         local_size=found.local_world_size,
         resolver=resolver,

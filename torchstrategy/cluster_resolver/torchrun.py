@@ -31,6 +31,7 @@ class TorchrunEnvironment:
         master_addr: host of the job's store.
         master_port: port of the job's store.
         agent_store: the launcher itself hosts the store.
+        restart_count: how often the launcher has restarted the job, by this host's count.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class TorchrunEnvironment:
     master_addr: str
     master_port: int
     agent_store: bool = False
+    restart_count: int = 0
 
     @property
     def store_address(self) -> str:
@@ -93,6 +95,7 @@ class TorchrunEnvironment:
             master_addr=environ["MASTER_ADDR"],
             master_port=numbers["MASTER_PORT"],
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "lookup_name",
     "lost_record",
     "read_hello",
+    "say",
     "signed_call",
     "signed_door",
 ]
@@ -43,7 +44,6 @@ _GREETING_S = 5.0
 _MOST_CALLERS = 128
 _AT_ONCE = 16  # those who were let in earlier are read in between
 _NO_FILES_S = 0.05
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MOST_SAID = 10
 
 Message = dict[str, Any]
@@ -275,12 +275,9 @@ class Door:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno not in _NO_ROOM:  # the caller has gone
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):  # the caller has gone
                     continue
-                if self._callers:
-                    self._refuse(next(iter(self._callers)), str(error))
-                else:
-                    time.sleep(_NO_FILES_S)
+                self._refuse(next(iter(self._callers)), str(error)) if self._callers else time.sleep(_NO_FILES_S)
                 return
             connection.settimeout(0)
             first = self._first()
@@ -288,8 +285,7 @@ class Door:
                 self._refuse(next(iter(self._callers)), "too many callers")
             self._callers[connection] = time.monotonic() + _GREETING_S, first, bytearray()
             self._selector.register(connection, selectors.EVENT_READ)
-            with contextlib.suppress(OSError):  # reading will find it closed
-                connection.send(first)
+            say(connection, first)
 
     def _listen(self, connection: socket.socket) -> bytes | None:
         """Read on; return the greeting when it is complete."""
@@ -314,11 +310,16 @@ class Door:
     def _refuse(self, connection: socket.socket, why: str) -> None:
         self._num_refused += 1
         if self._num_refused <= _MOST_SAID:
-            more = "; no more are mentioned" if self._num_refused == _MOST_SAID else ""
-            logger.warning("Refused a connection to a process of this job: %s%s.", why, more)
+            logger.warning("Refused a connection to a process of this job (of which %d are told): %s.", _MOST_SAID, why)
         del self._callers[connection]
         self._selector.unregister(connection)
         connection.close()
+
+
+def say(connection: socket.socket, what: bytes | Message) -> None:
+    """Send what fits the connection's memory; one that is closed is found so when it is read."""
+    with contextlib.suppress(OSError):
+        connection.send(what if isinstance(what, bytes) else frame(what))
 
 
 def signed_call(
@@ -331,7 +332,7 @@ def signed_call(
         key: the group's secret.
         timeout_s: seconds for each step.
         hello: what this process says of itself, with its ``rank``.
-        farewell: what it says where no answer comes, since the other end may read the greeting later.
+        farewell: what it says if no answer comes.
 
     Returns:
         The connection, and the other end's answer.
@@ -345,13 +346,8 @@ def signed_call(
         connection = on_error.enter_context(socket.create_connection((lookup_name(host), int(port)), timeout=timeout_s))
         nonce = _read_exactly(connection, _NONCE_BYTES)
         connection.sendall(frame({**hello, "mac": _mac(key, nonce, hello)}))
-        try:
-            answer = _read_frame(connection)
-        except BaseException:
-            if farewell is not None:
-                with contextlib.suppress(OSError):
-                    connection.sendall(frame(farewell))
-            raise
+        on_error.callback(say, connection, farewell or {})
+        answer = _read_frame(connection)
         on_error.pop_all()
     return connection, answer
 

@@ -24,9 +24,9 @@ from torchstrategy.collectives.connections import (
     Door,
     Message,
     Peer,
-    frame,
     lost_record,
     read_hello,
+    say,
     signed_call,
     signed_door,
 )
@@ -166,7 +166,7 @@ class Roll:
                     if greeting is not None:
                         hello = read_hello(greeting)
                         self._members[connection] = Peer(int(hello["rank"]), connection, None), hello
-                        _send(connection, {"gone": told})
+                        say(connection, {"gone": told})
                         door.watch(connection)
                     elif connection is woken:
                         woken.recv(1 << 12)
@@ -176,7 +176,7 @@ class Roll:
                 if told is None and self._failure is not None:
                     told = self._failure
                     for connection in self._members:
-                        _send(connection, {"gone": told})
+                        say(connection, {"gone": told})
             for connection in self._members:
                 connection.close()
 
@@ -210,8 +210,8 @@ class Roll:
                         woken.recv(1 << 12)
                 if told is None and self._failure is not None:
                     told = self._failure
-                    _send(connection, {"gone": told})
-        _send(connection, {"left": True})
+                    say(connection, {"gone": told})
+        say(connection, {"left": True})
 
     def _hear(self, connection: socket.socket, peer: Peer, hello: Message) -> bool:
         """Read what another one says; return whether it is still there."""
@@ -238,11 +238,6 @@ def _get_soon(own: Store, name: str) -> bytes:
             raise TimeoutError(f"{name} is not there")
         time.sleep(_ASK_AGAIN_S)
     return bytes(own.get(name))
-
-
-def _send(connection: socket.socket, message: Message) -> None:
-    with contextlib.suppress(OSError):  # reading will find it closed
-        connection.send(frame(message))
 
 
 _POLL_S = 0.5

@@ -165,7 +165,7 @@ def _join(rendezvous: _FirstRendezvous) -> _Joined:
 def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     job, timeout_s = rendezvous.job, rendezvous.timeout_s
     store = _in_time(functools.partial(_open_store, job, timeout_s), job, timeout_s)
-    attempt = job.attempt
+    attempt = 0  # the store is this attempt's own
     if job.hosted and job.size > 1:
         attempt = enter_round(store, job, time.monotonic() + timeout_s)
     own = store_of_job(store, attempt)

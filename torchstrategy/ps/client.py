@@ -5,7 +5,6 @@ Every operation sends one message to each parameter server concerned, to all of 
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -405,8 +404,7 @@ class ParameterClient:
     def _discard_replies(self) -> None:
         """Take what an earlier request, left by Ctrl-C, did not wait for."""
         for ps in list(self._unanswered):
-            with contextlib.suppress(Exception):
-                self._channels[ps].receive(None)
+            self._channels[ps].discard()
             self._unanswered.discard(ps)
 
     def _tell_all(self, message: Message) -> None:

@@ -134,7 +134,8 @@ class ServerLink:
         self._lost_at = 0.0
         self._grace_s = grace_s
         self._reconnect_s = reconnect_s
-        self._is_asked = False
+        self._asked_at: float | None = None
+        self._calling = threading.Lock()
         self._channel: TensorChannel | None = None
         self._numbers = itertools.count(1)
         self._request: Message | None = None
@@ -156,8 +157,8 @@ class ServerLink:
         """Why the server can't be used, or ``None``, also while it is waited for."""
         if self._gone is not None:
             return UnavailableError(f"{self.name} {self._gone.rstrip('.')}.")
-        lost = self._lost
-        if lost is None or self.is_away:
+        lost, away_until = self._lost, self._away_until
+        if lost is None or time.monotonic() < away_until:
             return None
         why = lost.rstrip(".")
         if self.peer.is_gone:
@@ -169,20 +170,24 @@ class ServerLink:
     @property
     def is_away(self) -> bool:
         """Whether the server is out of reach, but may be back in time with its variables."""
-        if self._gone is not None or not self._grace_s:
-            return False
-        if self._lost is None:
-            return self._is_asked
-        return not self.peer.is_gone and time.monotonic() < self._lost_at + self._grace_s
+        return self._gone is None and time.monotonic() < self._away_until
+
+    @property
+    def _away_until(self) -> float:
+        """Until when it is waited for the server, by the monotonic clock."""
+        since = self._asked_at if self._lost is None else self._lost_at
+        if since is None or not self._grace_s or (self._lost is not None and self.peer.is_gone):
+            return 0.0
+        return since + self._grace_s
 
     def ask(self) -> None:
         """Ask whether the server is there, which a worker can't reach; it is away until it has answered."""
-        if self._grace_s and not self._is_asked:
-            self._is_asked = True
+        if self._grace_s and self._asked_at is None:
+            self._asked_at = time.monotonic()
             self.peer.request(Message("ping", {}), self._was_asked)
 
     def _was_asked(self, _: Message | Exception) -> None:
-        self._is_asked = False  # if it was lost meanwhile, that is known
+        self._asked_at = None  # if it was lost meanwhile, that is known
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the server has answered in any way, and say whether it has."""
@@ -223,8 +228,15 @@ class ServerLink:
     def call(self, message: Message) -> Message:
         """Send a request over the control connection and wait for the reply, see ``Peer.call``."""
         self._check()
-        message = self._numbered(message)
-        return self._persist(lambda: self.peer.call(message))
+        with self._calling:  # changes come in the order of their numbers
+            message = self._numbered(message)
+            return self._persist(lambda: self.peer.call(message))
+
+    def discard(self) -> None:
+        """Take the reply to a request for which nobody waits any more; it is not asked for again."""
+        self._request = None
+        with contextlib.suppress(Exception):
+            self.receive()
 
     def _numbered(self, message: Message) -> Message:
         if not self._grace_s or message.kind not in _CHANGES:
@@ -257,25 +269,28 @@ class ServerLink:
         return is_waiting and not isinstance(error, RefusedError)
 
     def _wait_until_back(self, error: UnavailableError) -> bool:
-        """Wait until the server answers, and say whether that was not at once.
+        """Wait until the server answers, and say whether it was lost.
 
         Raises:
             UnavailableError: it is gone, or the grace time is over.
         """
         start, seconds = time.monotonic(), _SECONDS_TO_LINE_OF_AWAY
-        is_late = False
+        was_lost = self._lost is not None
         while not self._is_there():
-            is_late = True
+            was_lost = was_lost or self._lost is not None
             failure = self.failure
             if failure is not None:
                 raise failure from error
             if self.peer.state is PeerState.CLOSED:
                 raise error
+            if not was_lost and time.monotonic() - start >= self._grace_s:  # its connection stands, but nobody answers
+                text = f"{self.name} was asked in vain for {self._grace_s:g} seconds: it is stuck. {self.remedy}"
+                raise UnavailableError(text) from error
             if time.monotonic() - start >= seconds:
                 logger.info("Waiting for %s, which is out of reach, for up to %g seconds", self.name, self._grace_s)
                 seconds += SECONDS_BETWEEN_LINES
             time.sleep(_POLL_S)
-        return is_late
+        return was_lost
 
     def _is_there(self) -> bool:
         replies: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,10 @@ from torchstrategy.ps.transport.messages import Message, error_message
 __all__ = ["ParameterService"]
 
 
+#: Longer than any grace time.
+_REMEMBERED_S = 3600.0
+
+
 class _Held:
     """All that one coordinator has put on this server."""
 
@@ -54,20 +59,42 @@ class _Held:
         self.optimizers: dict[int, ServedOptimizer] = {}
         self.snapshots: dict[tuple[str, Key], Tensor] = {}
         self.defining = threading.Lock()
-        #: By client and kind the number and the reply of the last request that had one.
+        #: By client and kind the number and the reply of the last request that had one, and who answers one now.
         self._replies: dict[tuple[str, str], tuple[int, Message]] = {}
+        self._answering: dict[tuple[str, str], threading.Lock] = {}
+        #: When clients were lost whose replies are remembered.
+        self._lost: dict[str, float] = {}
 
     def once(self, answer: Callable[[], Message], session: Session, message: Message) -> Message:
-        """Answer a request, unless that was done: calls of a client's earlier connection have ended by now."""
+        """Answer a request, unless that was done; while it is being done, wait for the reply.
+
+        Raises:
+            ValueError: a later one was answered: nobody waits for this.
+        """
         number = message.fields.get("once")
         if number is None:
             return answer()
         key = str(session.hello["client"]), message.kind
-        known, reply = self._replies.get(key, (None, None))
-        if reply is None or known != number:
-            reply = answer()
-            self._replies[key] = (number, reply)
+        self._lost.pop(key[0], None)
+        with self._answering.setdefault(key, threading.Lock()):
+            known, reply = self._replies.get(key, (0, None))
+            if number < known:
+                raise ValueError(f"Request {message.kind!r} {number} comes after {known}.")
+            if reply is None or known != number:
+                reply = answer()
+                self._replies[key] = (number, reply)
         return reply
+
+    def note_lost(self, client: str) -> None:
+        """Remember the replies to a client that was lost for a while, in which it may come back."""
+        now = time.monotonic()
+        self._lost[client] = now
+        old = {client for client, since in list(self._lost.items()) if now - since > _REMEMBERED_S}
+        for client in old:
+            self._lost.pop(client, None)
+        for key in [key for key in list(self._replies) if key[0] in old]:
+            self._replies.pop(key, None)
+            self._answering.pop(key, None)
 
     def optimizer(self, message: Message) -> ServedOptimizer:
         number = _field(message, "optimizer", int)
@@ -174,6 +201,7 @@ class ParameterService:
         """Let go of what a client was reading."""
         if session.role in SHARING_ROLES:
             self.training.left(session)
+        self._held.note_lost(str(session.hello["client"]))
         snapshots = self._held.snapshots
         for owner, key in list(snapshots):
             if owner == session.id:

@@ -108,6 +108,11 @@ class TensorChannel:
             self.send(message)
             return self.receive(timeout_seconds)
 
+    def discard(self) -> None:
+        """Take the reply to a request for which nobody waits any more."""
+        with contextlib.suppress(Exception):
+            self.receive()
+
     def close(self) -> None:
         """Close the connection; not while another thread uses it."""
         self._reason = self._reason or "this process has closed the channel"
