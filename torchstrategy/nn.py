@@ -259,11 +259,16 @@ def _warn_if_too_small(global_batch_size: int, num_losses: int) -> None:
             f"each replica its share. {remedy}"
         )
     elif shares is not None and global_batch_size < shares.divisor and num_losses == context._num_own_examples:
-        what = "this batch has" if shares.num_parts == 1 else f"the {shares.num_parts} parts of this step have"
-        warn_once(
-            f"global_batch_size={global_batch_size}, but {what} {shares.divisor} examples over all replicas, so the "
-            f"loss is too large. {remedy}"
-        )
+        if shares.num_parts == 1:
+            warn_once(
+                f"global_batch_size={global_batch_size}, but this batch has {shares.total} examples over all replicas, "
+                f"so the loss is too large. {remedy}"
+            )
+        else:
+            warn_once(
+                f"global_batch_size={global_batch_size}, but the {shares.num_parts} parts of this step have "
+                f"{shares.divisor} examples over all replicas, so the loss is too large. {remedy}"
+            )
 
 
 def _num_replicas() -> int:
