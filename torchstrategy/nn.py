@@ -163,19 +163,18 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     context = get_replica_context()
     if context is not None:
         context.has_scaled_losses = True
-    shares = None if context is None else context.batch_shares
     # Each of the batches that make one optimizer step adds its part.
-    return loss / (_num_replicas() * (1 if shares is None else shares.num_parts))
+    return loss / (_num_replicas() * _num_parts(context))
 
 
 def _part_of_weights(context: Any, loss: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
     """Return this replica's weight, and the sum of all replicas', in the precision that losses are added up in."""
     if isinstance(weight, bool) or not isinstance(weight, (int, float, Tensor, np.generic, numbers.Number)):
         raise TypeError(f"weight must be a number or a scalar tensor. Received: {weight!r}")
-    shares = context.batch_shares
-    if shares is not None and shares.num_parts > 1:
+    num_parts = _num_parts(context)
+    if num_parts > 1:
         raise RuntimeError(
-            f"scale_mean_loss was given a weight in one of {shares.num_parts} batches of one optimizer step, of which "
+            f"scale_mean_loss was given a weight in one of {num_parts} batches of one optimizer step, of which "
             "the others' weights are not known. Leave out the weight, which weighs by examples, or count beforehand "
             "and use compute_average_loss with the number of all things in the step as global_batch_size."
         )
@@ -204,11 +203,10 @@ def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
         if global_batch_size < 0:
             raise errors.InvalidArgumentError(f"global_batch_size must not be negative. Received: {global_batch_size}")
         return int(global_batch_size)
-    context = get_replica_context()
-    shares = None if context is None else context.batch_shares
-    if shares is not None and shares.num_parts > 1:
+    num_parts = _num_parts(get_replica_context())
+    if num_parts > 1:
         warn_once(
-            f"global_batch_size is a tensor in one of {shares.num_parts} parts of one optimizer step. It must be what "
+            f"global_batch_size is a tensor in one of {num_parts} parts of one optimizer step. It must be what "
             "all parts have over all replicas: counted in this part alone, it makes the step too large."
         )
     return _divisor_tensor(global_batch_size)
@@ -217,11 +215,17 @@ def _divisor(loss: Tensor, global_batch_size: Any) -> int | Tensor:
 def _divisor_of_equal_shares(num_losses: int) -> int:
     """Return the size of the global batch if every replica has so many losses."""
     context = get_replica_context()
-    shares = None if context is None else context.batch_shares
-    if context is None or shares is None or shares.num_parts == 1:
+    num_parts = _num_parts(context)
+    if num_parts == 1:
         return num_losses * _num_replicas()
     own, total = known_counts(context, num_losses)  # of all batches of the optimizer step
-    return total if own == num_losses else num_losses * _num_replicas() * shares.num_parts
+    return total if own == num_losses else num_losses * _num_replicas() * num_parts
+
+
+def _num_parts(context: Any) -> int:
+    """Return how many batches make the optimizer step that a replica works on."""
+    shares = None if context is None else context.batch_shares
+    return 1 if shares is None else int(shares.num_parts)
 
 
 def _divisor_tensor(global_batch_size: Any) -> Tensor:

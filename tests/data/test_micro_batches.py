@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from torchstrategy.base.values import get_shares, select_replica
-from torchstrategy.data.micro_batches import cut_window, micro_batches
+from torchstrategy.base.values import get_shares, mark_windows, select_replica
+from torchstrategy.data.micro_batches import micro_batches
 
 Pair = namedtuple("Pair", ["x", "rest"])
 
@@ -22,7 +22,8 @@ def test_every_example_once_and_as_many_parts_on_each_replica(num_replicas, room
     strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     x = torch.arange(7)
     batch = element(strategy, Pair(x, {"name": list("abcdefg"), "none": None, "sparse": torch.eye(7).to_sparse()}))
-    parts = cut_window([batch], num_replicas, room)
+    parts = micro_batches(batch, num_replicas, room)
+    mark_windows([parts])
     shares = get_shares(batch.x).shares
     assert len(parts) == -(-max(shares) // room)
     for replica in range(num_replicas):

@@ -10,6 +10,7 @@ import weakref
 from types import TracebackType
 
 __all__ = [
+    "BACKLOG",
     "ReservedPorts",
     "endpoint",
     "is_loopback",
@@ -20,10 +21,9 @@ __all__ = [
     "split_address",
 ]
 
+#: Of listeners: all ranks come at once, and strangers may fill it while this process does something else.
+BACKLOG = 4096
 _MAX_PORT = 65535
-
-
-_BACKLOG = 4096
 
 
 def split_address(address: str, what: str = "a task", *, least_port: int = 1) -> tuple[str, int]:
@@ -115,7 +115,7 @@ def listen_at(host: str, port: int) -> int | None:
         with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((str(address), port))
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
             return listener.detach()
     except (OSError, ValueError):
         return None

@@ -37,7 +37,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.launcher import api
 
 from torchstrategy.base.addresses import ReservedPorts, join_address, listen_at
 from torchstrategy.collectives.joining import report_end, store_of_job
@@ -46,11 +45,12 @@ from torchstrategy.collectives.rounds import mark_as_of_one_round
 __all__ = [
     "BACKEND",
     "Agreement",
+    "TellingAgent",
     "WorkerEnvironments",
     "describe",
     "describe_restart",
     "exit_status",
-    "telling_agents",
+    "replaced",
     "tf_config",
 ]
 
@@ -192,7 +192,8 @@ class Agreement:
             info: the round; its store is the round's own.
             patience_s: seconds to wait for the others; one that has just been lost may be in the round still.
 
-        Returns: whether all have come.
+        Returns:
+            Whether all have come.
         """
         if self._ports is not None:
             self._ports.close()
@@ -371,15 +372,14 @@ class TellingAgent(LocalElasticAgent):
 
 
 @contextlib.contextmanager
-def telling_agents() -> Iterator[None]:
-    """Let torch's launcher make agents of the kind above."""
-    name = "LocalElasticAgent"
-    agent = getattr(api, name)
-    setattr(api, name, TellingAgent)
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Put something in the place of what torch's launcher has there, within a ``with`` block."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(api, name, agent)
+        setattr(module, name, before)
 
 
 def tf_config(addresses: list[str], rank: int) -> str:

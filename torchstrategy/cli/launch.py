@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing import SignalException, api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
@@ -134,13 +135,10 @@ def _registered(handler: _Handler) -> Iterator[None]:
         yield
         return
     before: list[tuple[int, Any]] = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    name = "_terminate_process_handler"
-    torch_handler = getattr(api, name)
-    setattr(api, name, handler)
     try:
-        yield
+        with elastic.replaced(api, "_terminate_process_handler", handler):
+            yield
     finally:
-        setattr(api, name, torch_handler)
         for number, previous in before:
             if previous is not None:  # else it was not registered by Python
                 signal.signal(number, previous)
@@ -279,7 +277,7 @@ def _launch(options: argparse.Namespace, endpoint: str, host: str) -> int:
         # torch puts the local rank in the place of ${local_rank}; arguments are the program's own affair.
         command = [part.replace("$", "$$") for part in command]
         try:
-            with elastic.telling_agents():
+            with elastic.replaced(launcher_api, "LocalElasticAgent", elastic.TellingAgent):
                 until_signal(lambda: elastic_launch(config, sys.executable)(*command))
         except ChildFailedError as error:
             _say(elastic.describe(error.failures))

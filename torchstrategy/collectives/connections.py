@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from torchstrategy.base.addresses import BACKLOG
 from torchstrategy.base.log import logger
 
 __all__ = [
@@ -32,9 +33,6 @@ __all__ = [
     "signed_call",
     "signed_door",
 ]
-
-#: Of listeners: strangers may fill it while this process does something else.
-BACKLOG = 4096
 
 _HEADER_BYTES = 4
 _MAX_BYTES = 1 << 20

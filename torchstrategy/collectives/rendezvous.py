@@ -26,7 +26,7 @@ from torchstrategy.base.log import call_site, logger
 from torchstrategy.collectives.connections import Ask, Message, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.collectives.joining import Roll, end_of, store_of_job
-from torchstrategy.collectives.rounds import check_launcher, enter_round, wait_in_round
+from torchstrategy.collectives.rounds import PATIENCE_S, REQUEST_S, enter_round, wait_in_round
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["Rendezvous", "meet", "raise_lost_store"]
@@ -34,8 +34,6 @@ __all__ = ["Rendezvous", "meet", "raise_lost_store"]
 _TIMEOUT_S = 300.0
 _POLL_S = 0.01
 _KNOCK_S = 0.05
-_PATIENCE_S = 10.0
-_REQUEST_S = 50e-6  # what each request costs the store; hundreds of processes ask it
 _LAST_WORDS_S = 3.0
 _SOON_S = 1.0
 _LAUNCHER_S = 0.5
@@ -262,7 +260,7 @@ def _reach(job: Job, timeout_s: float) -> None:
             is_over = job.hosted and isinstance(error, ConnectionRefusedError)
             if time.monotonic() > start + (min(timeout_s, _LAUNCHER_ENDED_S) if is_over else timeout_s):
                 raise
-        if not is_said and time.monotonic() > start + _PATIENCE_S:
+        if not is_said and time.monotonic() > start + PATIENCE_S:
             is_said = True
             logger.warning("Waiting for %s to listen at %s:%d.", _keeper(job), job.address, job.port)
         time.sleep(_KNOCK_S)
@@ -323,7 +321,7 @@ def _wait_for_all(
     store.add("arrived", 1)
     missing = [rank for rank in range(job.size) if rank != job.rank]
     deadline = time.monotonic() + timeout_s
-    say_at = time.monotonic() + _PATIENCE_S
+    say_at = time.monotonic() + PATIENCE_S
     launcher = os.getppid()
     look_at = 0.0  # in between, one number says whether all are here
     while missing:
@@ -332,14 +330,13 @@ def _wait_for_all(
         num_arrived = store.add("arrived", 0)
         if roll is not None:
             if job.hosted:
-                check_launcher(launcher)
-                wait_in_round(store) if job.rank == 0 else None
+                wait_in_round(store, job, launcher)
             _look_who_is_gone(store, job, roll, num_arrived, missing)
         if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
             for rank, theirs in _arrived(store, missing).items():
                 missing.remove(rank)
                 _compare(store, job, description, rank, json.loads(theirs))
-            look_at = time.monotonic() + job.size * len(missing) * _REQUEST_S
+            look_at = time.monotonic() + job.size * len(missing) * REQUEST_S
         _raise_if_failed(watch)
         if watch is not None and (gone := [rank for rank in ended if rank in missing]):
             raise ReplicaFailedError(f"{_name(job, gone[0])} has ended its program.\n(This rank was {watch.position}.)")
@@ -354,7 +351,7 @@ def _wait_for_all(
             say_at = deadline
             logger.warning("Waiting for %s to make its strategy.", ", ".join(_name(job, rank) for rank in missing))
         if missing:
-            time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+            time.sleep(max(_POLL_S, job.size * REQUEST_S))
 
 
 def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, missing: Sequence[int]) -> None:

@@ -18,11 +18,13 @@ from torchstrategy.base.log import logger
 from torchstrategy.collectives.joining import store_of_job
 from torchstrategy.errors import DeadlineExceededError
 
-__all__ = ["check_launcher", "enter_round", "mark_as_of_one_round", "wait_in_round"]
+__all__ = ["PATIENCE_S", "REQUEST_S", "enter_round", "mark_as_of_one_round", "wait_in_round"]
 
 _POLL_S = 0.02
-_PATIENCE_S = 10.0
-_REQUEST_S = 50e-6  # what each request costs the store
+#: When a process that waits for others says so.
+PATIENCE_S = 10.0
+#: What each request costs the store; hundreds of processes ask it.
+REQUEST_S = 50e-6
 _NUMBER = "torchstrategy/rounds"
 _ONE = "torchstrategy/one_round"
 
@@ -32,26 +34,20 @@ def mark_as_of_one_round(store: Store) -> None:
     store.set(_ONE, "")
 
 
-def wait_in_round(own: Store) -> None:
-    """Say that rank 0 waits; again and again while it does.
+def wait_in_round(own: Store, job: Job, launcher: int) -> None:
+    """Let the others know that rank 0 waits; called by each rank again and again while it does.
 
     Args:
         own: the round's part of the store.
-    """
-    own.add("waits", 1)
-
-
-def check_launcher(pid: int) -> None:
-    """Check that this process's launcher is there: an orphan must not meet the processes of a later round.
-
-    Args:
-        pid: of its parent, when it began to wait.
+        job: the processes.
+        launcher: pid of this process's parent, when it began to wait.
 
     Raises:
-        RuntimeError: it has ended.
+        RuntimeError: the launcher has ended.
     """
-    if os.getppid() != pid:
-        raise RuntimeError("This process's launcher has ended, so it takes part in no further round of the job.")
+    _check_launcher(launcher)
+    if job.rank == 0:
+        own.add("waits", 1)
 
 
 def enter_round(store: Store, job: Job, deadline: float) -> int:
@@ -77,7 +73,7 @@ def enter_round(store: Store, job: Job, deadline: float) -> int:
         return number
     launcher, size = os.getppid(), 0
     last = (0, 0)
-    say_at = time.monotonic() + _PATIENCE_S
+    say_at = time.monotonic() + PATIENCE_S
     while True:
         number = int(store.add(_NUMBER, 0))
         own = store_of_job(store, number)
@@ -87,7 +83,7 @@ def enter_round(store: Store, job: Job, deadline: float) -> int:
             if size == job.size and seen[0] == last[0] and seen[1] > last[1]:
                 return number
             last = seen
-        check_launcher(launcher)
+        _check_launcher(launcher)
         if time.monotonic() > deadline:
             others = f" (The last ones that met were {size} processes, and these are {job.size}.)" if size else ""
             raise DeadlineExceededError(
@@ -97,4 +93,10 @@ def enter_round(store: Store, job: Job, deadline: float) -> int:
         if time.monotonic() > say_at:
             say_at = deadline
             logger.warning("Waiting for rank 0 to make its strategy.")
-        time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+        time.sleep(max(_POLL_S, job.size * REQUEST_S))
+
+
+def _check_launcher(pid: int) -> None:
+    """Check that this process's launcher is there: an orphan must not meet the processes of a later round."""
+    if os.getppid() != pid:
+        raise RuntimeError("This process's launcher has ended, so it takes part in no further round of the job.")

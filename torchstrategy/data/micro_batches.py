@@ -13,7 +13,6 @@ from torchstrategy.base.values import (
     DistributedValues,
     PerReplica,
     local_results,
-    mark_windows,
     set_shares,
     shares_of,
 )
@@ -21,20 +20,7 @@ from torchstrategy.data.batch import Components, as_given, batch_length, check_b
 from torchstrategy.data.split import even_sizes, share_bounds
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["cut_window", "micro_batches"]
-
-
-def cut_window(window: Sequence[Any], num_local: int, max_examples: int) -> list[Any]:
-    """Cut the batches of an optimizer step, and tag the parts with how many examples the step has.
-
-    Args:
-        window: the batches.
-        num_local: replicas that the batches are for: those of this process, or 1 for one replica's own shares.
-        max_examples: how many examples a replica has room for.
-    """
-    parts = [part for batch in window for part in micro_batches(batch, num_local, max_examples)]
-    mark_windows([parts])
-    return parts
+__all__ = ["micro_batches"]
 
 
 def micro_batches(batch: Any, num_local: int, max_examples: int) -> list[Any]:
@@ -44,8 +30,8 @@ def micro_batches(batch: Any, num_local: int, max_examples: int) -> list[Any]:
 
     Args:
         batch: an element of a distributed dataset, or one replica's part of it.
-        num_local: see ``cut_window``.
-        max_examples: see ``cut_window``.
+        num_local: replicas that the batch is for: those of this process, or 1 for one replica's own share.
+        max_examples: how many examples a replica has room for.
 
     Returns:
         The parts, in order; the batch itself if it fits.

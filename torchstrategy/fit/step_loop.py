@@ -15,7 +15,7 @@ import torch
 from torchstrategy.base import tree
 from torchstrategy.base.labels import label
 from torchstrategy.base.values import mark_windows
-from torchstrategy.data.micro_batches import cut_window, micro_batches
+from torchstrategy.data.micro_batches import micro_batches
 from torchstrategy.fit.arguments import check_context
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.callbacks.callback_list import CallbackList
@@ -196,12 +196,11 @@ class StepLoop:
         """Run one execution; return what its steps returned, of training and tests the last one only."""
         trainer, model = self.trainer, self.model
         last, num_parts, limit = windows[-1][-1], 1, trainer.max_replica_batch_size
-        if limit is None or mode == "predict":
-            mark_windows(windows)
-        else:
+        if limit is not None and mode != "predict":
             num_local = self.strategy.placement.num_local
-            num_parts = len(micro_batches(last, num_local, limit))
-            windows = [cut_window(window, num_local, limit) for window in windows]
+            cut = [[micro_batches(batch, num_local, limit) for batch in window] for window in windows]
+            windows, num_parts = [list(itertools.chain.from_iterable(parts)) for parts in cut], len(cut[-1][-1])
+        mark_windows(windows)
         if self._is_first:
             trainer.note_example(windows[0][0])
             initialise_lazy_layers(model, self.strategy, windows[0][0])

@@ -11,13 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.base import tree
-from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import logger
-from torchstrategy.base.values import num_rows_of, set_shares, shares_of
+from torchstrategy.base.values import mark_windows, num_rows_of, set_shares, shares_of
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.preemption import TerminationConfig
 from torchstrategy.checkpoint.preemption_handler import PreemptionCheckpointHandler
-from torchstrategy.data.micro_batches import cut_window
+from torchstrategy.data.micro_batches import micro_batches
 from torchstrategy.fit.callbacks.backup import BackupAndRestore
 from torchstrategy.fit.callbacks.callback import Logs
 from torchstrategy.strategies.default import get_replica_context
@@ -156,8 +155,10 @@ class ElasticTraining(BackupAndRestore):
             batch = self._with_shares(context, batch)
         given = context._inputs
         limit = self.max_replica_batch_size
+        parts = [batch] if limit is None else micro_batches(batch, 1, limit)
+        mark_windows([parts])
         try:
-            for part in [batch] if limit is None else cut_window([batch], 1, limit):
+            for part in parts:
                 context._work_on(part)
                 yield part
         finally:
@@ -178,7 +179,7 @@ class ElasticTraining(BackupAndRestore):
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
-        if current_replica_context() is None and self.model.distribute_strategy._coordinator_class() is not None:
+        if self.model.distribute_strategy._coordinator_class() is not None:
             raise ValueError(
                 "ElasticTraining is for replicas that step together. A ParameterServerStrategy goes on by itself when "
                 "workers are lost or come; use BackupAndRestore for its state."
