@@ -44,14 +44,15 @@ def fit(folder, say, number):
         model = ts.Model(torch.nn.Linear(2, 1).double())
     model.compile(torch.optim.Adam(model.parameters()), "mse", metrics=["mae"])
     made = ts.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: say("begun"),
         on_train_batch_end=lambda batch, logs: say("step", model.iterations),
         on_test_batch_end=lambda batch, logs: say("test", batch),
+        on_train_end=lambda logs: say("ending"),
     )
+    begun = ts.callbacks.LambdaCallback(on_train_begin=lambda logs: say("begun"))
     backup = ts.callbacks.BackupAndRestore(folder, save_before_preemption=True, delete_checkpoint=False)
     loader = torch.utils.data.DataLoader(make_data(), batch_size=4)
     check = torch.utils.data.DataLoader(make_data(), batch_size=4)
-    history = model.fit(loader, validation_data=check, epochs=EPOCHS, callbacks=[made, backup], verbose=0)
+    history = model.fit(loader, validation_data=check, epochs=EPOCHS, callbacks=[made, backup, begun], verbose=0)
     say("result", model.module.weight.tolist(), history.history)
 
 
@@ -80,6 +81,7 @@ def loop(folder, say, number):
         while handler.total_run_calls < EPOCHS * STEPS:
             for batch in dataset:
                 handler.run(told_step, batch)
+        say("ending")
     say("result", model.weight.tolist())
 
 
@@ -87,7 +89,10 @@ JOBS = {"fit": fit, "loop": loop}
 
 
 def attempt(job, folder, number, after=None, sent=signal.SIGTERM):
-    """Run an attempt, which gets a signal some seconds after it has begun; return what it said, its status and time."""
+    """Run an attempt, which gets a signal some seconds after it has begun; return what it said, its status and time.
+
+    It says "begun" when it answers signals and "ending" just before it no longer does.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -139,10 +144,14 @@ def prove(job, folder, moments, seed):
             made += steps_of(said)
             if status == 0 or said[-1][0] == "result":  # the signal came to a job that had ended
                 break
+            if status == -sent and said[-1] == ["ending"]:  # and one that came just before the result was said
+                break
             assert status == 143, (status, where)
             attempts += 1
             ended += 1
         assert made == list(range(1, EPOCHS * STEPS + 1)), (made, where)
+        if said[-1] == ["ending"]:
+            continue
         assert said[-1][1] == unbroken[1], (unbroken, where)
         for name, values in (
             unbroken[2].items() if job == "fit" else ()
