@@ -49,6 +49,7 @@ def fit(folder, say, number):
         on_train_end=lambda logs: say("ending"),
     )
     begun = ts.callbacks.LambdaCallback(on_train_begin=lambda logs: say("begun"))
+    begun.runs_last = True  # as BackupAndRestore, which is given before
     backup = ts.callbacks.BackupAndRestore(folder, save_before_preemption=True, delete_checkpoint=False)
     loader = torch.utils.data.DataLoader(make_data(), batch_size=4)
     check = torch.utils.data.DataLoader(make_data(), batch_size=4)
