@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
-__all__ = ["dtype_name", "find", "snake_case", "uncompiled_name"]
+import torch
+
+__all__ = ["dtype_name", "find", "set_default_dtype", "snake_case", "uncompiled_name"]
 
 _T = TypeVar("_T")
 
@@ -54,6 +56,21 @@ def snake_case(name: str) -> str:
 def dtype_name(dtype: object) -> str:
     """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def set_default_dtype(name: object) -> None:
+    """Give this process another one's default dtype: what that one's functions and optimizers make has it here, too.
+
+    Args:
+        name: such as ``"float32"``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"The default dtype must be a floating-point dtype. Received: {name!r}")
+    torch.set_default_dtype(dtype)
 
 
 def uncompiled_name(name: str) -> str:

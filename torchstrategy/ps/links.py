@@ -28,7 +28,6 @@ __all__ = [
     "ServerLink",
     "grace_seconds",
     "number_from",
-    "set_default_dtype",
     "wait_for_servers",
 ]
 
@@ -44,18 +43,6 @@ _GRACE_S = 30.0
 _CHANGES = frozenset({"create", "update", "scatter", "write", "push", "load_state", "optimizer", "hyper"})
 _T = TypeVar("_T")
 _REMEDY = "Start the coordinator's program again, and restore the last checkpoint."
-
-
-def set_default_dtype(name: Any) -> None:
-    """Take the coordinator's default dtype: what its functions and optimizers make has it in this process, too.
-
-    Raises:
-        ValueError: it is none.
-    """
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"The default dtype must be a floating-point dtype. Received: {name!r}")
-    torch.set_default_dtype(dtype)
 
 
 def number_from(variable: str, default: float) -> float:

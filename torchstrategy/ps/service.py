@@ -35,8 +35,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchstrategy.base.names import set_default_dtype
 from torchstrategy.errors import NotFoundError
-from torchstrategy.ps.links import set_default_dtype
 from torchstrategy.ps.optimizer_states import pack_state, unpack_state
 from torchstrategy.ps.optimizer_updates import Definition, Gradient, ServedOptimizer
 from torchstrategy.ps.sharing_service import CHIEF, SHARING_ROLES, SharedTraining

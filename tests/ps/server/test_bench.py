@@ -11,8 +11,8 @@ from tests.clusters import new_cluster
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import Placer
-from torchstrategy.ps.server import bench as bench_module
-from torchstrategy.ps.server.bench import WorkerBench
+from torchstrategy.ps.server import worker_service as bench_module
+from torchstrategy.ps.server.worker_service import WorkerBench
 
 WAIT_S = 20
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.ps.server.bench import WorkerBench
 from torchstrategy.ps.server.definition import PROTOCOL, ServerDef, make_server_def
-from torchstrategy.ps.server.worker_service import WorkerService
+from torchstrategy.ps.server.worker_service import WorkerBench, WorkerService
 from torchstrategy.ps.service import ParameterService
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
