@@ -202,13 +202,13 @@ def test_reading_piece_by_piece_sees_one_moment():
 
     def send_and_change(message):
         send(message)
-        services[0]._held.store.update([((0, 0), "assign_add", torch.ones(10, 4000))])
+        services[0].held.store.update([((0, 0), "assign_add", torch.ones(10, 4000))])
 
     channel.send = send_and_change
     out = torch.full((10, 4000), torch.nan)
     client.read_into(spec, out, 4000 * 4)
     assert not out.any()
-    assert not services[0]._held.snapshots
+    assert not services[0].held.snapshots
     client.read_into(spec, out, 4000 * 4)
     assert (out == 10).all()
 

@@ -91,7 +91,7 @@ def test_a_change_is_made_once_if_only_the_tensor_connection_breaks_while_it_is_
     """The control connection stands, so the request comes again before it was answered."""
     one = make()
     one.client.create(one.spec, torch.zeros(4))
-    update, begun, calls = one.server._service._held.store.update, threading.Event(), []
+    update, begun, calls = one.server._service.held.store.update, threading.Event(), []
 
     def slow(changes):
         calls.append(None)
@@ -99,7 +99,7 @@ def test_a_change_is_made_once_if_only_the_tensor_connection_breaks_while_it_is_
         time.sleep(0.5)
         return update(changes)
 
-    one.server._service._held.store.update = slow
+    one.server._service.held.store.update = slow
 
     def cut():
         begun.wait(WAIT_S)
@@ -201,7 +201,7 @@ def test_a_part_is_read_anew_when_its_snapshot_is_gone(make):
         reply = answer(session, message)
         num_pieces += message.kind == "read"
         if message.kind == "read" and num_pieces == 2:
-            service._held.store.update([(Key(0, 0), "assign", torch.ones(4))])
+            service.held.store.update([(Key(0, 0), "assign", torch.ones(4))])
             one.lose()
         return reply
 

@@ -449,7 +449,7 @@ def test_state_that_does_not_fit():
 def test_a_part_without_state_counts_as_zeros():
     rig = Rig(lambda p: Adam(p), [(4, 2)], 2)
     for service in rig.services[:1]:  # the other server died before it got its part of the push, say
-        optimizer = service._held.optimizers[7]
+        optimizer = service.held.optimizers[7]
         ((key, part),) = optimizer._parts.items()
         optimizer.load_state(key, {"step": torch.tensor(2.0), "exp_avg": torch.ones_like(part.parameter)})
     state = rig.client.optimizer_state(7, rig.specs[0])
@@ -507,7 +507,7 @@ def test_pushes_of_several_workers_at_once():
 @pytest.mark.parametrize("make", [lambda p: Adam(p), lambda p: Decayed(p)])
 def test_a_step_takes_the_parts_it_touches_and_no_others(make):
     rig = Rig(make, [(4, 2), (4, 2)], num_ps=1)
-    held = rig.services[0]._held
+    held = rig.services[0].held
     client = connect(rig.services)
     client.know(rig.specs)
     with held.store.parts_of(0)[0][1].lock:  # someone is busy with variable 0
@@ -522,12 +522,12 @@ def test_gradients_are_let_go_of():
     for _ in range(3):
         rig.step({0: rig.random(0)})
     for service in rig.services:
-        assert all(part.parameter.grad is None for part in service._held.optimizers[7]._parts.values())
+        assert all(part.parameter.grad is None for part in service.held.optimizers[7]._parts.values())
 
 
 def test_a_step_that_fails_lets_go_too():
     rig = Rig(lambda p: Decayed(p), [(4, 2)], num_ps=1)
-    optimizer = rig.services[0]._held.optimizers[7]
+    optimizer = rig.services[0].held.optimizers[7]
     optimizer._optimizer.param_groups[0]["lr"] = "fast"
     with pytest.raises(TypeError):
         rig.client.push(7, {0: rig.random(0)})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.ps.local_channels import LocalChannel, connect, make_servers
 from torchstrategy.errors import NotFoundError
-from torchstrategy.ps import service as service_module
+from torchstrategy.ps import shard as shard_module
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.optimizer_states import unpack_state
 from torchstrategy.ps.service import ParameterService
@@ -123,7 +123,7 @@ def test_wrong_control_requests(message, error, text):
     service = make_service()
     with pytest.raises(error, match=text):
         LocalChannel(service).peer.call(message)
-    assert service._held.optimizers.keys() == {0}
+    assert service.held.optimizers.keys() == {0}
 
 
 values = st.recursive(
@@ -167,7 +167,7 @@ def test_a_new_coordinator_begins_anew():
     service.superseded(2)
     with pytest.raises(NotFoundError):
         content(service)
-    assert service.admit({"role": "worker", "incarnation": 2}) == {"job": "ps"}
+    assert service.admit({"role": "worker", "incarnation": 2}) == {"job": "ps", "is_saved": False}
     service.tensor(SESSION, Message("create", {"parts": [[0, 0, "w", True]]}, (torch.zeros(1),)))
     assert content(service) == ([1], [0.0])
 
@@ -181,7 +181,7 @@ def test_lost_clients_leave_no_snapshots():
     with pytest.raises(NotFoundError, match="from its beginning"):
         service.tensor(SESSION, Message("read", {"parts": [[0, 0, 4, 8]]}))
     assert service.tensor(other, Message("read", {"parts": [[0, 0, 4, 8]]})).tensors[0].tolist() == [1.0] * 4
-    assert not service._held.snapshots
+    assert not service.held.snapshots
 
 
 def test_a_change_that_is_asked_for_again_is_made_once():
@@ -212,14 +212,14 @@ def test_a_change_that_is_asked_for_again_is_made_once():
 def test_replies_to_clients_that_do_not_come_back_are_forgotten(monkeypatch):
     service = make_service()
     now = [0.0]
-    monkeypatch.setattr(service_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shard_module.time, "monotonic", lambda: now[0])
     for number in range(50):
         session = SimpleNamespace(id="s", is_valid=True, role="worker", hello={"client": f"{number}"})
         fields = {"parts": [[0, 0, "assign_add"]], "once": 1}
         service.tensor(session, Message("update", fields, (torch.ones(4, 2),)))
         service.lost(session)
         now[0] += 600.0
-    assert len(service._held._replies) == len(service._held._answering) == len(service._held._lost) <= 8
+    assert len(service.held._replies) == len(service.held._answering) == len(service.held._lost) <= 8
 
 
 def test_definitions_do_not_hold_up_the_control_thread():

@@ -38,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{job}", metavar="HOST:PORT,...", type=_addresses, help=text)
     text = "send tensors to other hosts as they are, faster; who is on the way can read and change them"
     parser.add_argument("--no-encrypt-tensors", dest="encrypt_tensors", action="store_false", help=text)
+    text = "a parameter server saves itself there, and goes on from there when it is started again; one for all tasks"
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help=text)
+    text = "how often it does, in seconds; by default 60"
+    parser.add_argument("--save-checkpoints-secs", type=float, metavar="S", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +62,9 @@ def run(options: argparse.Namespace) -> int:
     show_info()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises in the main thread, as Ctrl-C does
     try:
-        server = Server(cluster, job, task, config={"encrypt_tensors": options.encrypt_tensors})
+        names = ("encrypt_tensors", "checkpoint_dir", "save_checkpoints_secs")
+        config = {name: value for name in names if (value := getattr(options, name)) is not None}
+        server = Server(cluster, job, task, config=config)
         with contextlib.suppress(KeyboardInterrupt):
             server.join()
         logger.info("The server was told to end.")

@@ -80,7 +80,8 @@ def grace_seconds(seconds: float | None = None) -> float:
 class ServerLink:
     """Sends requests to a parameter server; its tensor channel is made anew after the server was out of reach.
 
-    A server process that has taken another one's place has none of the variables: to it nothing is sent.
+    To a server process that has taken another one's place nothing is sent, unless it has that one's variables, from its
+    checkpoint.
 
     With a grace time the calling thread waits for a server that is out of reach, and asks again what was not answered.
     What changes something carries a number, ``once``, so that the server does it once.
@@ -123,6 +124,8 @@ class ServerLink:
         self._reconnect_s = reconnect_s
         self._asked_at: float | None = None
         self._calling = threading.Lock()
+        #: Whether the server is saved, so that a process which takes its place has its variables.
+        self._is_saved = False
         self._channel: TensorChannel | None = None
         self._numbers = itertools.count(1)
         self._request: Message | None = None
@@ -150,7 +153,7 @@ class ServerLink:
         why = lost.rstrip(".")
         if self.peer.is_gone:
             why += "; nothing listens there any more"
-        elif self._grace_s:
+        if self._grace_s and not self._has_ended:
             why += f". It was waited for in vain for {self._grace_s:g} seconds"
         return UnavailableError(f"{self.name} can't be reached: {why}. {self.remedy}")
 
@@ -163,9 +166,14 @@ class ServerLink:
     def _away_until(self) -> float:
         """Until when it is waited for the server, by the monotonic clock."""
         since = self._asked_at if self._lost is None else self._lost_at
-        if since is None or not self._grace_s or (self._lost is not None and self.peer.is_gone):
+        if since is None or not self._grace_s or (self._lost is not None and self._has_ended):
             return 0.0
         return since + self._grace_s
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the server's process has ended, and its variables with it."""
+        return self.peer.is_gone and not self._is_saved
 
     def ask(self) -> None:
         """Ask whether the server is there, which a worker can't reach; it is away until it has answered."""
@@ -308,7 +316,7 @@ class ServerLink:
 
     def _wait_for_connection(self) -> None:
         deadline = time.monotonic() + self._reconnect_s
-        while self.peer.state is PeerState.LOST and not self.peer.is_gone and time.monotonic() < deadline:
+        while self.peer.state is PeerState.LOST and not self._has_ended and time.monotonic() < deadline:
             self._check()
             time.sleep(_POLL_S)
 
@@ -330,14 +338,19 @@ class ServerLink:
             peer.close()
             self.refused(peer, f"it is a {job} and no parameter server; do all tasks have the same cluster?")
             return
-        if self.incarnation is None:
-            self.incarnation = welcome["server"]
-        if welcome["server"] != self.incarnation:
-            self._gone = f"was restarted, and its variables are gone. {self.remedy}"
-            peer.close()
-        elif self._lost is not None and self._grace_s:
-            seconds = time.monotonic() - self._lost_at
-            logger.warning("%s is back after %.1f s; its variables are as they were.", self.name, seconds)
+        before, self.incarnation = self.incarnation or welcome["server"], welcome["server"]
+        restored = welcome.get("restored", {})
+        self._is_saved = welcome.get("is_saved", False)
+        values = "its variables are as they were"
+        if before != self.incarnation:
+            if before not in restored.get("servers", ()):
+                self._gone = f"was restarted, and its variables are gone. {self.remedy}"
+                peer.close()
+            elif not restored["is_complete"]:
+                when = time.strftime("%H:%M:%S", time.localtime(restored["saved_at"]))
+                values = f"it was restarted from its checkpoint of {when}, and what changed after that is lost"
+        if self._lost is not None and self._grace_s and self._gone is None:
+            logger.warning("%s is back after %.1f s; %s.", self.name, time.monotonic() - self._lost_at, values)
         self._lost = None
         self.answered.set()
 

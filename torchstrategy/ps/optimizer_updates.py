@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.checkpoint.storage import new_tensor
 from torchstrategy.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from torchstrategy.ps.optimizer_states import accepts_gradients, refuse_coupling
-from torchstrategy.ps.store import Key, ParameterStore, StoredPart, check_rows, check_value
+from torchstrategy.ps.store import Key, ParameterStore, StoredPart, check_rows, check_value, copy_bytes
 
 __all__ = ["Definition", "Gradient", "ServedOptimizer", "attributes_of"]
 
@@ -177,7 +178,12 @@ class ServedOptimizer:
         """
         part = self._find(key)
         with part.lock:
-            return {name: _copied(value) for name, value in self._optimizer.state.get(part.parameter, {}).items()}
+            return self.copy_state(key)
+
+    def copy_state(self, key: Key) -> dict[str, Any]:
+        """Return the same for who holds the part's lock; empty of a part that is not the optimizer's."""
+        state = self._optimizer.state.get(self._parts[key].parameter, {}) if key in self._parts else {}
+        return {name: _copied(value) for name, value in state.items()}
 
     def load_state(self, key: Key, state: Mapping[str, Any]) -> None:
         """Replace the state of one part; an empty one begins anew.
@@ -193,6 +199,20 @@ class ServedOptimizer:
                 self._optimizer.state[part.parameter] = owned
             else:
                 _start_state(self._optimizer, part.parameter)
+
+    def between_steps(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what keeps an optimizer that is not torch's from making a step; it may change its settings in one."""
+        return contextlib.nullcontext() if self._is_torchs else self._lock
+
+    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the hyper-parameters of each group as they are now, and what else is in the optimizer."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        return groups, attributes_of(self._optimizer)
+
+    def load_settings(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
+        """Take over what ``settings`` returned."""
+        self.set_hyper(groups)
+        vars(self._optimizer).update(attributes)
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         own = self._optimizer.param_groups
@@ -360,7 +380,11 @@ def _start_state(optimizer: Optimizer, parameter: Tensor) -> None:
 def _copied(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.to_dense() if value.is_sparse else value.clone()  # SGD's momentum of sparse gradients is sparse
+    if value.is_sparse:  # SGD's momentum of sparse gradients
+        return value.to_dense()
+    copied = new_tensor(value.shape, value.dtype)
+    copy_bytes(copied, value)
+    return copied
 
 
 def _may_fuse(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> bool:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,79 +38,33 @@ from torchstrategy.base.names import set_default_dtype
 from torchstrategy.errors import NotFoundError
 from torchstrategy.ps.optimizer_states import pack_state, unpack_state
 from torchstrategy.ps.optimizer_updates import Definition, Gradient, ServedOptimizer
+from torchstrategy.ps.shard import Held
 from torchstrategy.ps.sharing_service import CHIEF, SHARING_ROLES, SharedTraining
-from torchstrategy.ps.store import Key, ParameterStore
+from torchstrategy.ps.store import Key
 from torchstrategy.ps.transport.client_session import Session
 from torchstrategy.ps.transport.messages import Message, error_message
 
 __all__ = ["ParameterService"]
 
 
-#: Longer than any grace time.
-_REMEMBERED_S = 3600.0
-
-
-class _Held:
-    """All that one coordinator has put on this server."""
-
-    def __init__(self) -> None:
-        self.store = ParameterStore()
-        self.optimizers: dict[int, ServedOptimizer] = {}
-        self.snapshots: dict[tuple[str, Key], Tensor] = {}
-        self.defining = threading.Lock()
-        #: By client and kind the number and the reply of the last request that had one, and who answers one now.
-        self._replies: dict[tuple[str, str], tuple[int, Message]] = {}
-        self._answering: dict[tuple[str, str], threading.Lock] = {}
-        #: When clients were lost whose replies are remembered.
-        self._lost: dict[str, float] = {}
-
-    def once(self, answer: Callable[[], Message], session: Session, message: Message) -> Message:
-        """Answer a request, unless that was done; while it is being done, wait for the reply.
-
-        Raises:
-            ValueError: a later one was answered: nobody waits for this.
-        """
-        number = message.fields.get("once")
-        if number is None:
-            return answer()
-        key = str(session.hello["client"]), message.kind
-        self._lost.pop(key[0], None)
-        with self._answering.setdefault(key, threading.Lock()):
-            known, reply = self._replies.get(key, (0, None))
-            if number < known:
-                raise ValueError(f"Request {message.kind!r} {number} comes after {known}.")
-            if reply is None or known != number:
-                reply = answer()
-                self._replies[key] = (number, reply)
-        return reply
-
-    def note_lost(self, client: str) -> None:
-        """Remember the replies to a client that was lost for a while, in which it may come back."""
-        now = time.monotonic()
-        self._lost[client] = now
-        old = {client for client, since in list(self._lost.items()) if now - since > _REMEMBERED_S}
-        for client in old:
-            self._lost.pop(client, None)
-        for key in [key for key in list(self._replies) if key[0] in old]:
-            self._replies.pop(key, None)
-            self._answering.pop(key, None)
-
-    def optimizer(self, message: Message) -> ServedOptimizer:
-        number = _field(message, "optimizer", int)
-        found = self.optimizers.get(number)
-        if found is None:
-            raise NotFoundError(f"This parameter server has no optimizer {number}.")
-        return found
+_READS = ("pull", "rows", "read", "state")
+_MAKES = ("create", "optimizer")
 
 
 class ParameterService:
     """A parameter server behind a ``Listener``."""
 
     def __init__(self) -> None:
-        self._held = _Held()
+        self.held = Held()
+        #: Whether the server is saved, and a process that takes its place has its variables.
+        self.is_saved = False
+        #: Whether tasks share the variables without a coordinator.
+        self.is_shared = False
+        #: Called when something new has been made.
+        self.made: Callable[[], object] = lambda: None
         #: Of tasks that share variables without a coordinator.
         self.training = SharedTraining()
-        self._answers: dict[str, Callable[[_Held, Session, Message], Message]] = {
+        self._answers: dict[str, Callable[[Held, Session, Message], Message]] = {
             "create": _create,
             "pull": _pull,
             "rows": _rows,
@@ -124,18 +77,26 @@ class ParameterService:
             "load_state": _load_state,
         }
 
+    @property
+    def coordinator(self) -> int | None:
+        """Incarnation of the coordinator whose variables are here."""
+        return self.held.coordinator
+
     def superseded(self, incarnation: int) -> None:  # noqa: ARG002
         """Begin anew for a newer coordinator."""
-        self._held = _Held()
+        self.held = Held()
         self.training = SharedTraining()
 
     def admit(self, hello: dict[str, Any]) -> dict[str, Any]:
         """Welcome any client that the listener has let through; the coordinator, or chief, brings the default dtype."""
         if hello.get("role") in ("coordinator", CHIEF):
             set_default_dtype(hello.get("dtype", "float32"))
+            self.held.coordinator = hello.get("incarnation")
         if hello.get("role") in SHARING_ROLES:
+            self.is_shared = True
             self.training.joined(hello)
-        return {"job": "ps"}
+        restored = {} if self.held.restored is None else {"restored": self.held.restored._asdict()}
+        return {"job": "ps", "is_saved": self.is_saved and not self.is_shared, **restored}
 
     def tensor(self, session: Session, message: Message) -> Message:
         """Answer a request of a tensor connection.
@@ -146,12 +107,14 @@ class ParameterService:
         answer = self._answers.get(message.kind)
         if answer is None:
             raise ValueError(f"A parameter server knows no request {message.kind!r}.")
-        held = self._held  # before the check: a training may begin after it
+        held = self.held  # before the check: a training may begin after it
 
         def checked() -> Message:
             if session.role in SHARING_ROLES:
                 self.training.check(session)
-            return answer(held, session, message)
+            reply = answer(held, session, message)
+            self._note_change(held, message.kind)
+            return reply
 
         # What was made has its reply also where the client's new connection is not attached yet: it would ask anew.
         return held.once(checked, session, message)
@@ -169,10 +132,11 @@ class ParameterService:
         answer = {"optimizer": _define, "hyper": _set_hyper}.get(message.kind)
         if answer is None:
             raise ValueError(f"A parameter server knows no control request {message.kind!r}.")
-        held = self._held
+        held = self.held
 
         def apply() -> Message:
             answer(held, message)
+            self._note_change(held, message.kind)
             return Message("ok", {})
 
         def reply() -> None:
@@ -187,10 +151,16 @@ class ParameterService:
         threading.Thread(target=reply, name=f"ps-{message.kind}", daemon=True).start()
         return None
 
+    def _note_change(self, held: Held, kind: str) -> None:
+        if kind not in _READS:
+            held.num_changes += 1  # no count that must be right: it tells whether there was any
+        if kind in _MAKES:
+            self.made()
+
     def _control_shared(self, session: Session, message: Message) -> Message | None:
         if message.kind == "begin":
             self.training.begin(session, message.fields.get("number"))
-            self._held = _Held()
+            self.held = Held()
             return Message("ok", {})
         answer = self.training.control(session, message)
         if answer is None:
@@ -201,21 +171,21 @@ class ParameterService:
         """Let go of what a client was reading."""
         if session.role in SHARING_ROLES:
             self.training.left(session)
-        self._held.note_lost(str(session.hello["client"]))
-        snapshots = self._held.snapshots
+        self.held.note_lost(str(session.hello["client"]))
+        snapshots = self.held.snapshots
         for owner, key in list(snapshots):
             if owner == session.id:
                 snapshots.pop((owner, key), None)
 
 
-def _create(held: _Held, _: Session, message: Message) -> Message:
+def _create(held: Held, _: Session, message: Message) -> Message:
     rows = _table(message, int, int, str, bool)
     for (variable, part, name, trainable), value in zip(rows, _tensors(message, len(rows)), strict=True):
         held.store.create(Key(variable, part), name, value, trainable=trainable)
     return Message("ok", {})
 
 
-def _pull(held: _Held, _: Session, message: Message) -> Message:
+def _pull(held: Held, _: Session, message: Message) -> Message:
     rows = _table(message, int, int, int)
     pulled = held.store.pull([Key(*row[:2]) for row in rows], [row[2] for row in rows])
     tensors = tuple(value for _, value in pulled if value is not None)
@@ -223,14 +193,14 @@ def _pull(held: _Held, _: Session, message: Message) -> Message:
     return Message("parts", fields, tensors)
 
 
-def _rows(held: _Held, _: Session, message: Message) -> Message:
+def _rows(held: Held, _: Session, message: Message) -> Message:
     rows = _table(message, int, int)
     indices = _tensors(message, len(rows))
     wanted = [(Key(*row), own) for row, own in zip(rows, indices, strict=True)]
     return Message("rows", {}, tuple(held.store.rows(wanted)))
 
 
-def _update(held: _Held, _: Session, message: Message) -> Message:
+def _update(held: Held, _: Session, message: Message) -> Message:
     rows = _table(message, int, int, str)
     values = _tensors(message, len(rows))
     return _versions(
@@ -238,14 +208,14 @@ def _update(held: _Held, _: Session, message: Message) -> Message:
     )
 
 
-def _scatter(held: _Held, _: Session, message: Message) -> Message:
+def _scatter(held: Held, _: Session, message: Message) -> Message:
     rows = _table(message, int, int)
     tensors = iter(_tensors(message, 2 * len(rows)))
     changes = [(Key(*row), next(tensors), next(tensors)) for row in rows]
     return _versions(held.store.scatter(_field(message, "method", str), changes))
 
 
-def _read(held: _Held, session: Session, message: Message) -> Message:
+def _read(held: Held, session: Session, message: Message) -> Message:
     """Return some elements of a flattened part.
 
     The first piece makes a snapshot for the client, of which the others are; the last one lets go of it.
@@ -264,12 +234,12 @@ def _read(held: _Held, session: Session, message: Message) -> Message:
     return Message("piece", {}, (snapshot[first:stop],))
 
 
-def _write(held: _Held, _: Session, message: Message) -> Message:
+def _write(held: Held, _: Session, message: Message) -> Message:
     ((variable, part, first),) = _table(message, int, int, int, num_rows=1)
     return _versions([held.store.write(Key(variable, part), first, _tensors(message, 1)[0])])
 
 
-def _push(held: _Held, _: Session, message: Message) -> Message:
+def _push(held: Held, _: Session, message: Message) -> Message:
     rows = _table(message, int, int, bool)
     tensors = iter(_tensors(message, sum(1 + is_sparse for _, _, is_sparse in rows)))
     gradients = []
@@ -277,35 +247,44 @@ def _push(held: _Held, _: Session, message: Message) -> Message:
         indices = next(tensors) if is_sparse else None
         gradients.append(Gradient(Key(variable, part), next(tensors), indices))
     hyper = None if message.fields.get("hyper") is None else _field(message, "hyper", list)
-    return _versions(held.optimizer(message).push(gradients, hyper))
+    return _versions(_optimizer(held, message).push(gradients, hyper))
 
 
-def _state(held: _Held, _: Session, message: Message) -> Message:
-    optimizer = held.optimizer(message)
+def _state(held: Held, _: Session, message: Message) -> Message:
+    optimizer = _optimizer(held, message)
     tensors: list[Tensor] = []
     states = [pack_state(optimizer.state(Key(*row)), tensors) for row in _table(message, int, int)]
     return Message("states", {"states": states}, tuple(tensors))
 
 
-def _load_state(held: _Held, _: Session, message: Message) -> Message:
+def _load_state(held: Held, _: Session, message: Message) -> Message:
     rows, states = _table(message, int, int), _field(message, "states", list)
     unpacked = [unpack_state(state, message.tensors) for state in states]
-    optimizer = held.optimizer(message)
+    optimizer = _optimizer(held, message)
     for row, state in zip(rows, unpacked, strict=True):
         optimizer.load_state(Key(*row), state)
     return Message("ok", {})
 
 
-def _define(held: _Held, message: Message) -> None:
+def _define(held: Held, message: Message) -> None:
     number = _field(message, "optimizer", int)
     sharded = _field(message, "sharded", list)
     if number in held.optimizers:
         raise ValueError(f"There is an optimizer {number} already.")
+    held.definitions[number] = (_blob(message), sharded)
     held.optimizers[number] = ServedOptimizer(Definition.load(_blob(message), sharded), held.store)
 
 
-def _set_hyper(held: _Held, message: Message) -> None:
-    held.optimizer(message).set_hyper(pickle.loads(_blob(message)))
+def _set_hyper(held: Held, message: Message) -> None:
+    _optimizer(held, message).set_hyper(pickle.loads(_blob(message)))
+
+
+def _optimizer(held: Held, message: Message) -> ServedOptimizer:
+    number = _field(message, "optimizer", int)
+    found = held.optimizers.get(number)
+    if found is None:
+        raise NotFoundError(f"This parameter server has no optimizer {number}.")
+    return found
 
 
 def _versions(versions: list[int]) -> Message:

@@ -56,17 +56,17 @@ class StoredPart:
     Attributes:
         name: the part's, for messages.
         parameter: its tensor; optimizers know it by identity.
-        version: counts its changes, from 1.
+        version: counts its changes.
         lock: guards all the rest.
     """
 
     __slots__ = ("_lent", "lock", "name", "parameter", "version")
 
-    def __init__(self, name: str, value: Tensor, *, trainable: bool) -> None:
+    def __init__(self, name: str, value: Tensor, *, trainable: bool, version: int = 1) -> None:
         gets_gradients = trainable and (value.is_floating_point() or value.is_complex())
         self.name = name
         self.parameter = torch.nn.Parameter(value, requires_grad=gets_gradients)
-        self.version = 1
+        self.version = version
         self.lock = threading.Lock()
         self._lent: list[weakref.ref[Any]] = []
 
@@ -115,13 +115,14 @@ class ParameterStore:
         self._parts: dict[Key, StoredPart] = {}
         self._lock = threading.Lock()  # for parts that come and go; what is in them has locks of its own
 
-    def create(self, key: Key, name: str, value: Tensor, *, trainable: bool) -> None:
+    def create(self, key: Key, name: str, value: Tensor, *, trainable: bool, version: int = 1) -> None:
         """Store a new part, in memory of its own.
 
         Raises:
             ValueError: there is one of this key.
         """
-        part = StoredPart(name, value.detach().clone(memory_format=torch.contiguous_format), trainable=trainable)
+        own = value.detach().clone(memory_format=torch.contiguous_format)
+        part = StoredPart(name, own, trainable=trainable, version=version)
         with self._lock:
             if key in self._parts:
                 raise ValueError(f"Variable {name!r} can't be made: there is {self._parts[key].name!r} as {key}.")
@@ -137,7 +138,8 @@ class ParameterStore:
         if part is None:
             raise NotFoundError(
                 f"This parameter server has no part {key.part} of a variable {key.variable}; it has "
-                f"{len(self._parts)} parts. Was the variable made under an earlier coordinator?"
+                f"{len(self._parts)} parts. Was the variable made under an earlier coordinator, or after the "
+                "checkpoint from which this server was started again?"
             )
         return part
 
@@ -145,6 +147,11 @@ class ParameterStore:
         """Return the parts of a variable that are here, in order."""
         with self._lock:
             return sorted((key, part) for key, part in self._parts.items() if key.variable == variable)
+
+    def all_parts(self) -> list[tuple[Key, StoredPart]]:
+        """Return all parts, in order."""
+        with self._lock:
+            return sorted(self._parts.items(), key=lambda item: item[0])
 
     def pull(self, keys: Sequence[Key], known: Sequence[int]) -> list[tuple[int, Tensor | None]]:
         """Return version and value of each part; ``None`` as value where the version is the known one."""

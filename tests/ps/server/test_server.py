@@ -177,7 +177,9 @@ def test_other_hosts_need_a_secret(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"num_threads": 3}, ValueError, r"\['encrypt_tensors', 'num_tensor_threads'\]. Received: 'num_threads'"),
+        ({"num_threads": 3}, ValueError, r"\['checkpoint_dir', 'encrypt_tensors', .*\]. Received: 'num_threads'"),
+        ({"checkpoint_dir": 3}, TypeError, "'checkpoint_dir' must be a path. Received: 3"),
+        ({"save_checkpoints_secs": 0}, TypeError, "a positive number. Received: 0"),
         ({"num_tensor_threads": 0}, TypeError, "a positive integer. Received: 0"),
         ({"num_tensor_threads": True}, TypeError, "a positive integer"),
         ({"encrypt_tensors": 1}, TypeError, "a bool. Received: 1"),

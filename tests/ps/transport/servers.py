@@ -20,6 +20,8 @@ WAIT_S = 20.0
 class RecordingService:
     """Answers every message with what it has brought, and keeps an account."""
 
+    coordinator = None
+
     def __init__(self):
         self.messages = []
         self.events = queue.Queue()

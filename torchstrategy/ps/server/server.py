@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.ps.server.definition import PROTOCOL, ServerDef, make_server_def
 from torchstrategy.ps.server.worker_service import WorkerBench, WorkerService
 from torchstrategy.ps.service import ParameterService
+from torchstrategy.ps.shard import Shard
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
 
@@ -54,7 +56,14 @@ def serve_until_chief_ends(cluster: Any, task_index: int, *, linger_seconds: flo
         server.stop()
 
 
-_SETTINGS: Mapping[str, type[int]] = {"encrypt_tensors": bool, "num_tensor_threads": int}
+_SETTINGS: Mapping[str, type] = {
+    "encrypt_tensors": bool,
+    "num_tensor_threads": int,
+    "checkpoint_dir": str,
+    "save_checkpoints_secs": float,
+}
+_SAVE_S = 60.0
+_KINDS = {bool: "a bool", int: "a positive integer", float: "a positive number", str: "a path"}
 _WAKE_UP_S = 1.0
 
 
@@ -74,8 +83,11 @@ class Server:
         job_name: this server's job; needed if the cluster has several.
         task_index: its index there; needed if the job has several tasks.
         protocol: ``"zmq"``. Programs for tf say ``"grpc"``, which means the same here.
-        config: settings: ``encrypt_tensors``, whether tensors are encrypted between hosts, by default true; and
-            ``num_tensor_threads``, how many requests for variables are worked on at once, by default 4.
+        config: settings: ``encrypt_tensors``, whether tensors are encrypted between hosts, by default true;
+            ``num_tensor_threads``, how many requests for variables are worked on at once, by default 4;
+            ``checkpoint_dir``, where each parameter server saves itself, in a folder of its own, so that a process
+            that is started in its place goes on from there while the job waits; and ``save_checkpoints_secs``, how
+            often, by default 60. It is also saved when it is stopped.
         start: whether to serve at once.
 
     Raises:
@@ -86,6 +98,7 @@ class Server:
         NotFoundError: there is no such protocol.
         ImportError: pyzmq or cloudpickle is not installed.
         OSError: the address is in use, or not one of this host.
+        DataLossError: there are checkpoints of this parameter server, but none is whole.
 
     Example:
         >>> server = ts.Server({"worker": ["localhost:0"]})
@@ -108,9 +121,11 @@ class Server:
         settings = _checked_settings(self._server_def.default_session_config)
         limits = Limits.from_environment()
         self._service = self._make_service(limits)
+        directory, every_s = settings.pop("checkpoint_dir", None), settings.pop("save_checkpoints_secs", _SAVE_S)
         self._listener = Listener(self._server_def.address, self._service, limits=limits, **settings)
         self._ended = threading.Event()
-        self._finalizer = weakref.finalize(self, _stop, self._listener, self._service, self._ended)
+        self._shard = self._make_shard(directory, every_s)
+        self._finalizer = weakref.finalize(self, _stop, self._listener, self._service, self._shard, self._ended)
         self._is_started = False
         if start:
             self.start()
@@ -126,16 +141,25 @@ class Server:
             raise RuntimeError("The server was stopped. Make a new one.")
         if self._is_started:
             return
+        show_info()
+        if self._shard is not None:
+            self._shard.start()
         self._listener.start()
         self._is_started = True
-        show_info()
         logger.info("Started server with target: %s (%s)", self.target, self._name)
 
     def join(self) -> None:
-        """Wait until another thread calls ``stop``, or a signal's handler raises an exception, as Ctrl-C does."""
+        """Wait until another thread calls ``stop``, or a signal's handler raises an exception, as Ctrl-C does.
+
+        Raises:
+            FailedPreconditionError: another process has taken this server's place, and saved to its
+                ``checkpoint_dir``.
+        """
         # A thread that starts others may take the signal from this one, whose endless wait would not notice.
         while not self._ended.wait(_WAKE_UP_S):
             pass
+        if self._shard is not None and self._shard.failure is not None:
+            raise self._shard.failure
 
     def stop(self) -> bool:
         """Disconnect everyone and give the address free.
@@ -189,10 +213,33 @@ class Server:
         index = self._server_def.task_index
         return WorkerService(self._name, index, lambda: WorkerBench(index), limits)
 
+    def _make_shard(self, directory: str | None, every_s: float) -> Shard | None:
+        if directory is None or not isinstance(self._service, ParameterService):
+            return None
+        listener, ended = self._listener, self._ended
 
-def _stop(listener: Listener, service: ParameterService | WorkerService, ended: threading.Event) -> bool:
+        def replaced() -> None:
+            listener.stop()
+            ended.set()
+
+        return Shard(
+            self._service,
+            os.path.join(directory, f"ps-{self._server_def.task_index}"),
+            task=self._name,
+            incarnation=listener.incarnation,
+            secret=listener.secret,
+            every_s=every_s,
+            replaced=replaced,
+        )
+
+
+def _stop(
+    listener: Listener, service: ParameterService | WorkerService, shard: Shard | None, ended: threading.Event
+) -> bool:
     listener.stop()
     has_ended = service.close() if isinstance(service, WorkerService) else True
+    if shard is not None:
+        shard.close()
     ended.set()
     return has_ended
 
@@ -206,7 +253,11 @@ def _checked_settings(config: Any) -> dict[str, Any]:
         if name not in _SETTINGS:
             raise ValueError(f"The settings of a server are {sorted(_SETTINGS)}. Received: {name!r}")
         kind = _SETTINGS[name]
-        if type(value) is not kind or (not isinstance(value, bool) and value < 1):
-            what = "a positive integer" if kind is int else "a bool"
-            raise TypeError(f"The setting {name!r} must be {what}. Received: {value!r}")
-    return dict(config)
+        is_right = type(value) is kind or (kind is float and type(value) is int) or (kind is str and _is_path(value))
+        if not is_right or (kind in (int, float) and not 0 < value < float("inf")):
+            raise TypeError(f"The setting {name!r} must be {_KINDS[kind]}. Received: {value!r}")
+    return {name: os.fspath(value) if _SETTINGS[name] is str else value for name, value in config.items()}
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, os.PathLike)

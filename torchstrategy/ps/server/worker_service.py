@@ -61,6 +61,8 @@ class WorkerService:
         limits: how large an answer may be.
     """
 
+    coordinator: int | None = None  # a worker keeps nothing
+
     def __init__(self, name: str, index: int, make_bench: Callable[[], Bench], limits: Limits) -> None:
         self._name = name
         self._index = index

@@ -126,6 +126,8 @@ class Admission:
         if connection.identity is not None:  # the descriptor was used again before its end was seen
             self._drop(connection.identity, "its connection was closed")
         connection.identity = identity
+        if self._newest is None:
+            self._newest = self._service.coordinator
         if self._newest is not None and incarnation < self._newest:
             self._refuse_old(incarnation, host)
         if self._newest is None or incarnation > self._newest:

@@ -140,6 +140,10 @@ class Session:
 class Service(Protocol):
     """What a listener serves. An exception becomes an error reply."""
 
+    @property
+    def coordinator(self) -> int | None:
+        """Incarnation of the coordinator whose things it has, also before that has connected to this process."""
+
     def superseded(self, incarnation: int) -> None:
         """Drop the state of all older coordinators: a newer one is about to be admitted. None of their calls runs."""
 

@@ -73,7 +73,8 @@ class Listener:
         self.incarnation = secrets.token_hex(8)
         self._host, self._port = addresses.split_address(address, "a server", least_port=0)
         self._is_loopback = addresses.is_loopback(self._host)
-        self._secret = find_secret(self._is_loopback) if secret is None else secret
+        #: The cluster's.
+        self.secret = find_secret(self._is_loopback) if secret is None else secret
         self._service = service
         self._limits = limits or Limits.from_environment()
         self._control_limits = self._limits.of_control()
@@ -85,7 +86,7 @@ class Listener:
         self._ports: dict[int, int] = {}  # of connections and the listening socket, by descriptor
         self._tensors = TensorServer(
             service,
-            self._secret,
+            self.secret,
             self._refusals,
             self._limits,
             num_threads=num_tensor_threads,
@@ -109,7 +110,7 @@ class Listener:
             raise RuntimeError("This listener was started before; make another one.")
         self._waker = Waker()
         self._context = zmq.Context()  # one I/O thread: events of several would not come in order
-        self._gatekeeper = Gatekeeper(self._context, self._secret, self._refusals)
+        self._gatekeeper = Gatekeeper(self._context, self.secret, self._refusals)
         self._router = self._context.socket(zmq.ROUTER)
         self._monitor = Monitor(self._router, _event_kinds())
         try:
@@ -142,7 +143,7 @@ class Listener:
 
     def _configure(self, ip: str) -> None:
         router, heartbeat_ms = self._router, 1000 * self._heartbeat_s
-        secure_server(router, self._secret, ip)
+        secure_server(router, self.secret, ip)
         router.maxmsgsize = self._limits.max_control_bytes
         router.rcvhwm = 0
         router.router_mandatory = True

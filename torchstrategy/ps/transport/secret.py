@@ -166,6 +166,12 @@ class Secret:
         private = z85.encode(derive(self._key, f"curve {owner}"))
         return zmq.curve_public(private), private
 
+    def signature(self, *texts: bytes) -> bytes:
+        """Return what shows that somebody who has the secret wrote these texts."""
+        return proof(
+            self._key, "the writer", *(hashlib.blake2b(text, digest_size=KEY_BYTES).digest() for text in texts)
+        )
+
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits by which two hosts can see that they have the same one; it tells nothing else of it."""
