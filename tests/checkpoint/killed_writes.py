@@ -9,12 +9,18 @@ import functools
 import importlib
 import json
 import os
+import re
+import secrets
 import shutil
 import sys
 
 import torch
 
 import torchstrategy as ts
+from torchstrategy.ps.service import ParameterService
+from torchstrategy.ps.shard import Shard
+from torchstrategy.ps.store import Key
+from torchstrategy.ps.transport.secret import Secret
 from torchstrategy.testing.faults import file_fault
 
 NUM_SAVES = 3
@@ -143,6 +149,28 @@ def estimator(folder, last, say):
     say("result", [made.get_variable_value(name).tolist() for name in ("weight", "bias")])
 
 
+def parameter_server(folder, last, say):
+    service = ParameterService()
+    task, incarnation, secret = "/job:ps/task:0", secrets.token_hex(8), Secret("0123456789abcdef" * 4)
+    shard = Shard(
+        service, folder, task=task, incarnation=incarnation, secret=secret, every_s=1e6, replaced=lambda: os._exit(3)
+    )
+    shard.start()
+    service.admit({"role": "coordinator", "incarnation": 1})
+    held = service.held
+    if not held.store.all_parts():
+        for part, size in enumerate((300_000, 3)):
+            held.store.create(Key(0, part), "v", torch.zeros(size), trainable=True)
+    parts = [part for _, part in held.store.all_parts()]
+    (found,) = {value for part in parts for value in part.parameter.unique().tolist()}
+    say("restored", int(found))
+    for number in range(int(found) + 1, last + 1):
+        for part in parts:
+            part.assign(torch.full_like(part.parameter.data, number))
+        shard._save(held)
+        say("saved", number)
+
+
 JOBS = {
     "checkpoint": files_of_a_checkpoint,
     "manager": files_of_a_manager,
@@ -157,6 +185,7 @@ JOBS = {
     "model checkpoint": functools.partial(fit, delete=False, name="w-{epoch}"),
     "model checkpoint of models": functools.partial(fit, delete=False, name="m-{epoch}.pt", save_weights_only=False),
     "estimator": estimator,
+    "parameter server": parameter_server,
 }
 
 
@@ -184,7 +213,7 @@ def attempt(job, folder, last, kind=None, at=0):
 
 def files(folder):
     return sorted(
-        os.path.relpath(os.path.join(place, name), folder)
+        re.sub(r"shard-\d+", "shard", os.path.relpath(os.path.join(place, name), folder))  # each start saves one more
         for place, _, names in os.walk(folder)
         for name in names
         if ".tfevents." not in name  # of each attempt one

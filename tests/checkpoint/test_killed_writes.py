@@ -35,7 +35,7 @@ def test_some_calls(tmp_path):
         ("write", "model", "weights", "listed weights", "safetensors"),
         ("backup", "kept backup"),
         ("model checkpoint", "model checkpoint of models"),
-        ("estimator",),
+        ("estimator", "parameter server"),
     ],
     ids=lambda jobs: jobs[0],
 )
