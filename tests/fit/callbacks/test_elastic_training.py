@@ -2,13 +2,16 @@
 
 import contextlib
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import torchstrategy as ts
-from torchstrategy.experimental import ElasticTraining
+from torchstrategy.checkpoint import preemption
+from torchstrategy.experimental import ElasticTraining, TerminationConfig
 
 STRATEGIES = [(1, None), (1, 2), (1, 1), (2, 3), (2, 2), (3, 1), (4, 1), (4, None)]
 
@@ -308,3 +311,38 @@ def test_in_a_thread(tmp_path, caplog):
         thread.join()
     assert len(ends) == 2
     assert caplog.text.count("signals are not noticed in this thread") == 2
+
+
+@pytest.mark.parametrize("kind", ["fit", "loop"])
+def test_a_function_is_asked_in_a_thread(kind, tmp_path, monkeypatch):
+    """As Ray's workers are told that a node will be taken away."""
+    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    told = threading.Event()
+    done, pace = [], [0.01]
+
+    def note(*_):
+        done.append(time.sleep(pace[0]))
+        if len(done) == 3:
+            told.set()
+
+    def train():
+        config = TerminationConfig(termination_watcher_fn=told.is_set)
+        elastic = ElasticTraining(tmp_path, save_freq=10_000, termination_config=config)
+        model = ts.Model(nn.Linear(1, 1))
+        if kind == "fit":
+            model.compile("sgd", "mse")
+            callbacks = [elastic, ts.callbacks.LambdaCallback(on_train_batch_begin=note)]
+            model.fit(torch.ones(500, 1), torch.ones(500, 1), batch_size=1, callbacks=callbacks, verbose=0)
+        else:
+            with elastic.handler(ts.train.Checkpoint(model=model)) as handler:
+                while handler.total_run_calls < 500:
+                    handler.run(note)
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(SystemExit, match="143"):
+            pool.submit(train).result(60)
+        assert 3 <= len(done) < 500
+        told.clear()
+        pace[0] = 0.0
+        pool.submit(train).result(60)
+    assert len(done) == 500  # nothing is lost, and nothing is done twice
