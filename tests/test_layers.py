@@ -16,9 +16,9 @@ CORE = [
     {"data", "xla"},
     {"collectives", "cluster_resolver"},
     {"replicas"},
-    {"gradients", "losses", "regularizers", "optimizers", "summary"},
+    {"gradients", "losses", "regularizers", "optimizers"},
     {"strategies", "checkpoint", "metrics"},
-    {"nn", "profiler"},
+    {"nn", "profiler", "summary"},
 ]
 # Wings look down at the core and not at each other, but for those that stand here.
 WINGS = {"fit": set(), "ps": set(), "tpu": set(), "estimator": {"fit", "ps"}}

@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import torchstrategy as ts
 from torchstrategy.errors import DataLossError, FailedPreconditionError, NotFoundError
+from torchstrategy.estimator.eval_metrics import read_eval_metrics
 
 
 class Renaming(MemoryFileSystem):
@@ -160,3 +161,42 @@ def test_fit_goes_on_from_there(folder):
     unbroken = fit(f"{folder}2", 2, ts.callbacks.BackupAndRestore(f"{folder}2", save_freq=3))
     assert torch.equal(went_on[1], unbroken[1])
     assert not ts.train.latest_checkpoint(f"{folder}2")  # it deletes its files at the end
+
+
+def of_stores(*fast, marks=()):
+    """Run a test with some of the stores, and where there is time with all of them."""
+    stores = ("memory", "renaming", "file", "s3")
+    params = [pytest.param(name, marks=marks if name in fast else pytest.mark.slow) for name in stores]
+    return pytest.mark.parametrize("folder", params, indirect=True)
+
+
+@of_stores("memory")
+def test_summaries_there(folder, caplog, monkeypatch):
+    pytest.importorskip("tensorboard")
+    writer = ts.summary.create_file_writer(folder)
+    for step in (1, 2):
+        with writer.as_default(step):
+            ts.summary.scalar("loss", step)
+    assert list(read_eval_metrics(folder)) == [1]  # the second one waits, as stores can't append
+    writer.flush()
+    assert list(read_eval_metrics(folder)) == [1, 2]
+    with writer.as_default(3):
+        ts.summary.scalar("loss", 3)
+    writer.close()
+    assert list(read_eval_metrics(folder)) == [1, 2, 3]
+    assert len(names(folder)) == 1
+
+
+def test_the_loss_of_a_forgotten_writers_summaries_is_told(monkeypatch, caplog):
+    pytest.importorskip("tensorboard")
+    folder = f"memory://{uuid.uuid4().hex}/run"
+    writer = ts.summary.create_file_writer(folder)
+    with writer.as_default(1):
+        ts.summary.scalar("loss", 1)
+
+    def broken(*args, **kwargs):
+        raise OSError("the line is cut")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", broken)
+    del writer
+    assert f"The last summaries could not be written to {folder}: the line is cut" in caplog.text

@@ -1,4 +1,5 @@
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ def test_numbers_beyond_float32_become_infinite(tmp_path):
 def test_the_last_evaluation_of_a_step_counts(tmp_path):
     write_eval_metrics(tmp_path, 1, {"loss": 1.0})
     write_eval_metrics(tmp_path, 1, {"loss": 2.0})
+    assert read_eval_metrics(tmp_path) == {1: {"loss": 2.0}}
+    os.utime(min(tmp_path.iterdir()), (2e9, 2e9))  # as if it was copied
     assert read_eval_metrics(tmp_path) == {1: {"loss": 2.0}}
 
 

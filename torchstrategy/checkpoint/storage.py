@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import math
 import os
@@ -33,15 +34,21 @@ except ImportError:  # without locks, what killed processes leave is not found
 
 __all__ = [
     "absolute",
+    "copy_file",
+    "delete_directory",
     "delete_file",
     "delete_leftovers",
+    "find_files",
     "is_directory",
     "is_file",
+    "is_remote",
     "is_spilled",
+    "list_directories",
     "list_files",
     "local_copy",
     "new_tensor",
     "open_file",
+    "real_path",
     "spilled_to",
     "write_file",
 ]
@@ -64,7 +71,7 @@ def write_file(path: str, write: Callable[[IO[bytes]], Any], *, check: Callable[
     Raises:
         OSError: the file can't be written; what was there before is unchanged.
     """
-    if _is_remote(path):
+    if is_remote(path):
         _write_remote(path, write, check)
         return
     directory, name = os.path.split(os.path.abspath(path))
@@ -91,9 +98,15 @@ def write_file(path: str, write: Callable[[IO[bytes]], Any], *, check: Callable[
     _sync_directory(directory)  # the new name itself must survive a power cut
 
 
+def copy_file(source: str, path: str) -> None:
+    """Write a file with the content of one on this host; see ``write_file``."""
+    with open(source, "rb") as file:
+        write_file(path, lambda target: shutil.copyfileobj(file, target, _CHUNK))
+
+
 def delete_leftovers(directory: str) -> None:
     """Delete the unfinished files of processes that were killed while they wrote to a directory."""
-    if fcntl is None or _is_remote(directory):
+    if fcntl is None or is_remote(directory):
         return
     with contextlib.suppress(OSError), os.scandir(directory or os.curdir) as entries:
         for entry in entries:
@@ -117,7 +130,7 @@ def open_file(path: str) -> IO[bytes]:
     Raises:
         FileNotFoundError: it is not there.
     """
-    if _is_remote(path):
+    if is_remote(path):
         system, place = _remote(path)
         return system.open(place, "rb")  # type: ignore[no-any-return]
     return open(path, "rb")
@@ -125,12 +138,12 @@ def open_file(path: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def local_copy(path: str) -> Iterator[str]:
-    """Yield the path of a file on this host with a file's content: the file's own if it is one."""
-    if not _is_remote(path):
+    """Yield the path of a file on this host with a file's content and name: the file's own if it is one."""
+    if not is_remote(path):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="torchstrategy-") as folder:
-        copy = os.path.join(folder, "copy")
+        copy = os.path.join(folder, os.path.basename(path))
         with open_file(path) as source, open(copy, "wb") as target:
             shutil.copyfileobj(source, target, _CHUNK)
         yield copy
@@ -138,7 +151,7 @@ def local_copy(path: str) -> Iterator[str]:
 
 def is_file(path: str) -> bool:
     """Say whether there is a file."""
-    if _is_remote(path):
+    if is_remote(path):
         system, place = _remote(path)
         return bool(system.isfile(place))
     return os.path.isfile(path)
@@ -146,7 +159,7 @@ def is_file(path: str) -> bool:
 
 def is_directory(path: str) -> bool:
     """Say whether there is a directory."""
-    if _is_remote(path):
+    if is_remote(path):
         system, place = _remote(path)
         return bool(system.isdir(place))
     return os.path.isdir(path)
@@ -154,18 +167,39 @@ def is_directory(path: str) -> bool:
 
 def list_files(directory: str) -> list[str]:
     """Return the names of the files in a directory; none if it is not there."""
-    if _is_remote(directory):
+    return [name for name, is_folder in _entries(directory) if not is_folder]
+
+
+def list_directories(directory: str) -> list[str]:
+    """Return the names of the directories in a directory; none if it is not there."""
+    return [name for name, is_folder in _entries(directory) if is_folder]
+
+
+def _entries(directory: str) -> list[tuple[str, bool]]:
+    """Return the names in a directory, and whether each is a directory's."""
+    if is_remote(directory):
         system, place = _remote(directory)
         try:
-            entries = system.ls(place, detail=True)
-        except FileNotFoundError:
+            found = system.ls(place, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return [os.path.basename(entry["name"]) for entry in entries if entry["type"] == "file"]
+        # A store lists a file as its own content, and what stands for a directory in it.
+        inside = [entry for entry in found if entry["name"].rstrip("/") != place.rstrip("/")]
+        return [(os.path.basename(entry["name"].rstrip("/")), entry["type"] == "directory") for entry in inside]
     try:
-        with os.scandir(directory or os.curdir) as found:
-            return [entry.name for entry in found if entry.is_file()]
+        with os.scandir(directory or os.curdir) as entries:
+            return [(entry.name, entry.is_dir()) for entry in entries if entry.is_dir() or entry.is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def find_files(directory: str, pattern: str) -> list[str]:
+    """Return the paths of the files that a pattern, as ``glob`` takes it, names in a directory."""
+    if is_remote(directory):
+        system, place = _remote(directory)
+        found = system.glob(f"{glob.escape(place)}/{pattern}")
+        return [os.path.join(directory, path.removeprefix(place).lstrip("/")) for path in found]
+    return [os.path.join(directory, name) for name in glob.glob(pattern, root_dir=directory)]
 
 
 def delete_file(path: str) -> None:
@@ -174,19 +208,38 @@ def delete_file(path: str) -> None:
     Raises:
         FileNotFoundError: it is not there.
     """
-    if _is_remote(path):
+    if is_remote(path):
         system, place = _remote(path)
         system.rm_file(place)
     else:
         os.unlink(path)
 
 
+def delete_directory(path: str) -> None:
+    """Delete a directory with all that is in it.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if is_remote(path):
+        system, place = _remote(path)
+        system.rm(place, recursive=True)
+    else:
+        shutil.rmtree(path)
+
+
 def absolute(path: str) -> str:
     """Return a path that means the same in every folder, in one way of writing it."""
-    return path.rstrip("/") if _is_remote(path) else os.path.abspath(path)
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(path)
 
 
-def _is_remote(path: str) -> bool:
+def real_path(path: str) -> str:
+    """Return a path without links: what to compare, to know whether two paths are of one place."""
+    return absolute(path) if is_remote(path) else os.path.realpath(path)
+
+
+def is_remote(path: str) -> bool:
+    """Say whether a path is one of fsspec's, which has a scheme, and not one of this host's file systems."""
     return _SCHEME.match(path) is not None
 
 
@@ -207,7 +260,10 @@ def _remote(path: str) -> tuple[Any, str]:
 def _write_remote(path: str, write: Callable[[IO[bytes]], Any], check: Callable[[], None]) -> None:
     """Write a file on this host, and give it to the store when it is complete."""
     system, place = _remote(path)
-    with tempfile.NamedTemporaryFile(prefix="torchstrategy-") as file:
+    with (
+        tempfile.TemporaryDirectory(prefix="torchstrategy-") as folder,
+        open(os.path.join(folder, os.path.basename(path)), "xb") as file,
+    ):
         write(file)
         file.flush()
         check()
@@ -296,7 +352,7 @@ _directory: ContextVar[str | None] = ContextVar("directory", default=None)
 
 def spilled_to(directory: str) -> AbstractContextManager[None]:
     """Let ``new_tensor`` make tensors in files without a name in a directory."""
-    return set_within(_directory, tempfile.gettempdir() if _is_remote(directory) else directory or os.curdir)
+    return set_within(_directory, tempfile.gettempdir() if is_remote(directory) else directory or os.curdir)
 
 
 def is_spilled(storage: torch.UntypedStorage) -> bool:

@@ -12,12 +12,13 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.storage import list_files, open_file, write_file
 from torchstrategy.estimator.session_hooks import show_value
 
 __all__ = ["read_eval_metrics", "write_eval_metrics"]
@@ -30,7 +31,7 @@ def write_eval_metrics(eval_dir: str | os.PathLike[str], global_step: int, metri
     """Write an evaluation's numbers into a new event file; what is no number is left out, with a log line.
 
     Args:
-        eval_dir: the folder; it is made if need be.
+        eval_dir: the directory; it is made if need be.
         global_step: the step of the evaluated model.
         metrics: numbers by names.
     """
@@ -51,33 +52,41 @@ def write_eval_metrics(eval_dir: str | os.PathLike[str], global_step: int, metri
         start + _field(3, b"brain.Event:2"),
         start + _key(2, _VARINT) + _varint(global_step) + _field(5, b"".join(values)),
     ]
-    os.makedirs(eval_dir, exist_ok=True)
     name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files):06d}"
-    with open(os.path.join(eval_dir, name), "xb") as file:
-        file.write(b"".join(_frame(event) for event in events))
+    content = b"".join(_frame(event) for event in events)
+    write_file(os.path.join(eval_dir, name), lambda file: file.write(content))
 
 
 def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
-    """Read the metrics of all evaluations in a folder.
+    """Read the metrics of all evaluations in a directory.
 
     Args:
         eval_dir: where ``evaluate`` writes: ``Estimator.eval_dir(name)``.
 
     Returns:
-        For each step, in order, the metrics by their names, as ``float32`` numbers; nothing if there is no folder. If a
-        step was evaluated several times, the last time counts.
+        For each step, in order, the metrics by their names, as ``float32`` numbers; nothing if there is no directory.
+        If a step was evaluated several times, the last time counts.
     """
+    directory = os.fspath(eval_dir)
+    events: list[_Event] = []
+    for name in sorted(list_files(directory)):
+        if ".tfevents." in name and not name.startswith("."):  # others are unfinished
+            with open_file(os.path.join(directory, name)) as file:
+                events.extend(map(_parse_event, _frames(file.read())))
     found: dict[int, dict[str, float]] = {}
-    names = os.listdir(eval_dir) if os.path.isdir(eval_dir) else []
-    files = [os.path.join(eval_dir, name) for name in names if ".tfevents." in name]
-    for path in sorted(files, key=lambda path: (os.stat(path).st_mtime_ns, path)):
-        with open(path, "rb") as file:
-            data = file.read()
-        for event in _frames(data):
-            step, values = _parse_event(event)
-            if values:
-                found.setdefault(step, {}).update(values)
+    # By their own time: a copy, such as one in a store, changes that of files.
+    for event in sorted(events, key=lambda event: event.wall_time):
+        if event.values:
+            found.setdefault(event.step, {}).update(event.values)
     return dict(sorted(found.items()))
+
+
+class _Event(NamedTuple):
+    """What a record says: when it was written, in seconds, at which step, and numbers by name."""
+
+    wall_time: float
+    step: int
+    values: dict[str, float]
 
 
 def _number(value: Any) -> bytes | None:
@@ -90,15 +99,17 @@ def _number(value: Any) -> bytes | None:
         return np.array(float(value)).astype("<f4").tobytes()
 
 
-def _parse_event(event: bytes) -> tuple[int, dict[str, float]]:
-    step = 0
+def _parse_event(event: bytes) -> _Event:
+    wall_time, step = 0.0, 0
     values: dict[str, float] = {}
     for number, kind, value in _fields(event):
-        if number == 2 and kind == _VARINT:
+        if number == 1 and kind == _FIXED64:
+            (wall_time,) = struct.unpack("<d", value)
+        elif number == 2 and kind == _VARINT:
             step = value
         elif number == 5 and kind == _BYTES:
             values |= _parse_summary(value)
-    return step, values
+    return _Event(wall_time, step, values)
 
 
 def _parse_summary(summary: bytes) -> dict[str, float]:

@@ -1,12 +1,17 @@
 """The writers of summaries, which one is the default, and whether this process and replica writes.
 
-A file comes into being when something is written to it.
+A file comes into being when something is written to it. Stores can't append to one: there it is written on this host,
+and copied as a whole now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import shutil
+import tempfile
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +19,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from torchstrategy.base.context import current_frame, set_within
+from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.storage import copy_file, is_remote
 from torchstrategy.cluster_resolver.detect import find_job
 
 __all__ = [
@@ -49,9 +56,9 @@ class SummaryWriter:
     """Writes summaries into one event file; ``create_file_writer`` makes it.
 
     Args:
-        logdir: the folder; ``None`` writes nothing.
+        logdir: the folder, on this host or in a store; ``None`` writes nothing.
         max_queue: number of summaries that may wait to be written.
-        flush_millis: milliseconds after which they are.
+        flush_millis: milliseconds after which they are; a store gets what ``flush`` and ``close`` don't give it before.
         filename_suffix: end of the file's name.
     """
 
@@ -62,7 +69,7 @@ class SummaryWriter:
         self._options = {"max_queue": max_queue, "flush_secs": flush_millis / 1000, "filename_suffix": filename_suffix}
         self._files: list[Any] = []
         self._closed = False
-        weakref.finalize(self, _close, self._files)  # also at the program's end
+        weakref.finalize(self, _close_forgotten, self._files, self._logdir)  # also at the program's end
 
     def as_default(self, step: Any = None) -> contextlib.AbstractContextManager[SummaryWriter]:
         """Return a context manager inside which summaries go to this writer; they are flushed at its end.
@@ -99,6 +106,8 @@ class SummaryWriter:
         """Write what waits."""
         for file in self._files:
             file.flush()
+            if isinstance(file, _StoredFile):
+                file.copy()
 
     def close(self) -> None:
         """Write what waits, and end the file. Nothing can be written after it."""
@@ -109,7 +118,8 @@ class SummaryWriter:
     def _as_default(self, step: Any) -> Iterator[SummaryWriter]:
         with set_within(_writer, _Box(self)), set_within(_step, _step.get() if step is None else _Box(step)):
             yield self
-            self.flush()
+            for file in self._files:
+                file.flush()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -148,8 +158,47 @@ class SummaryWriter:
     def _open(self) -> Any:
         self._check_open()
         if not self._files:
-            self._files.append(import_tensorboard().FileWriter(self._logdir, **self._options))
+            logdir = str(self._logdir)
+            make = _StoredFile if is_remote(logdir) else import_tensorboard().FileWriter
+            self._files.append(make(logdir, **self._options))
         return self._files[0]
+
+
+class _StoredFile:
+    """An event file in a store.
+
+    Args:
+        logdir: the folder in the store.
+        options: TensorBoard's; ``flush_secs`` is also how old the store's copy may be.
+    """
+
+    def __init__(self, logdir: str, **options: Any) -> None:
+        self._logdir = logdir
+        self._interval_s = options["flush_secs"]
+        self._copied_s = -math.inf
+        self._folder = tempfile.mkdtemp(prefix="torchstrategy-")  # there until `close`, also at the program's end
+        self._file = import_tensorboard().FileWriter(self._folder, **options)
+        self.add_summary, self.add_graph = self._file.add_summary, self._file.add_graph
+
+    def flush(self) -> None:
+        """Write what waits to this host, and to the store if its copy is old."""
+        self._file.flush()
+        if time.monotonic() - self._copied_s >= self._interval_s:
+            self.copy()
+
+    def close(self) -> None:
+        """Write what waits, and end the file."""
+        try:
+            self._file.close()
+            self.copy()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def copy(self) -> None:
+        """Give the store what is written."""
+        self._copied_s = time.monotonic()
+        for name in os.listdir(self._folder):
+            copy_file(os.path.join(self._folder, name), os.path.join(self._logdir, name))
 
 
 def create_file_writer(
@@ -162,7 +211,8 @@ def create_file_writer(
     """Return a writer of event files for TensorBoard. Every process may call it; one of them makes the file.
 
     Args:
-        logdir: the folder for the event file.
+        logdir: the folder for the event file. In a store that fsspec finds, such as ``"s3://bucket/logs"``, the file is
+            as new as the last ``flush``, the ``close``, or ``flush_millis``.
         max_queue: number of summaries that may wait to be written; ``None`` means 10.
         flush_millis: milliseconds after which they are; ``None`` means two minutes.
         filename_suffix: end of the file's name; ``None`` means ``".v2"``.
@@ -301,6 +351,13 @@ def import_tensorboard() -> Any:
 
 
 def _close(files: list[Any]) -> None:
-    for file in files:
-        file.close()
-    files.clear()
+    while files:
+        files.pop().close()
+
+
+def _close_forgotten(files: list[Any], logdir: str | None) -> None:
+    """Close files as the garbage collector or the end of the program does, where no error can be raised."""
+    try:
+        _close(files)
+    except Exception as error:  # noqa: BLE001 - what a store raises
+        logger.warning("The last summaries could not be written to %s: %s. Close their writer.", logdir, error)
