@@ -1,10 +1,11 @@
-"""Checkpoints in a store that fsspec finds: in memory, with and without renaming, folders by ``file://``, and S3's.
+"""Checkpoints and Estimators in a store that fsspec finds: in memory, with and without renaming, ``file://``, and S3's.
 
 The last one is a server of moto on this host; its packages and ``s3fs`` are in the extra ``tests-s3``.
 """
 
 import os
 import uuid
+from pathlib import Path
 from typing import ClassVar
 
 import fsspec
@@ -13,8 +14,14 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import torchstrategy as ts
+from tests.clusters import as_task
+from tests.estimator.cluster_tasks import Tasks
+from tests.estimator.lines import input_fn, make_estimator, model_fn, receiver_fn
 from torchstrategy.errors import DataLossError, FailedPreconditionError, NotFoundError
+from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, EndOfTraining, evaluate_continuously
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
+
+est = ts.estimator
 
 
 class Renaming(MemoryFileSystem):
@@ -170,6 +177,163 @@ def of_stores(*fast, marks=()):
     return pytest.mark.parametrize("folder", params, indirect=True)
 
 
+@of_stores("memory", "renaming", "file")
+def test_an_estimator_goes_on_there(folder, tmp_path):
+    """Its numbers are those of one in a folder, also with another object each time, as in another process."""
+    options = {"keep_checkpoint_max": 2, "save_summary_steps": 1}
+    make_estimator(folder, **options).train(input_fn, steps=3)
+    estimator = make_estimator(folder, **options).train(input_fn, max_steps=5)
+    local = make_estimator(tmp_path / "local").train(input_fn, steps=3).train(input_fn, max_steps=5)
+    assert estimator.latest_checkpoint() == f"{folder}/model.ckpt-5"
+    assert [name for name in names(folder) if "events" not in name] == [
+        "checkpoint",
+        "model.ckpt-3.pt",
+        "model.ckpt-5.pt",
+    ]
+    for name in estimator.get_variable_names():
+        assert estimator.get_variable_value(name) == local.get_variable_value(name)
+    assert list(read_eval_metrics(folder)) == [1, 2, 3, 4, 5]  # each training's summaries
+    metrics = estimator.evaluate(input_fn, steps=2, name="test")
+    assert metrics == local.evaluate(input_fn, steps=2)
+    assert read_eval_metrics(f"{folder}/eval_test") == {
+        5: {name: pytest.approx(metrics[name]) for name in ("loss", "mae")}
+    }
+    x = torch.tensor([3.0])
+    assert next(estimator.predict(lambda: x)) == next(local.predict(lambda: x))
+
+
+def test_an_estimator_begins_with_the_values_of_a_checkpoint_there():
+    folder = f"memory://{uuid.uuid4().hex}/run"
+    first = make_estimator(folder).train(input_fn, steps=1)
+    est.Estimator(model_fn, f"{folder}2", warm_start_from=folder).train(input_fn, steps=1)
+    assert ts.train.load_variable(f"{folder}2/model.ckpt-0", "model.w") == first.get_variable_value("w") != 0
+
+
+@of_stores("memory", marks=pytest.mark.end_to_end)
+def test_an_estimator_exports_there(folder):
+    def run(max_steps, *exporters):
+        return est.train_and_evaluate(
+            make_estimator(folder),
+            est.TrainSpec(input_fn, max_steps=max_steps),
+            est.EvalSpec(input_fn, steps=2, throttle_secs=0, exporters=exporters),
+        )
+
+    assert run(2)[0]["global_step"] == 2
+    assert run(2) == (None, None)
+    system, place = fsspec.core.url_to_fs(folder)
+    system.makedirs(f"{place}/export/latest/1000000000", exist_ok=True)
+    system.pipe_file(f"{place}/export/latest/1000000000/model.pt2", b"old")
+    latest = est.LatestExporter("latest", receiver_fn, exports_to_keep=1)
+    final = est.FinalExporter("final", receiver_fn, assets_extra={"words/a.txt": __file__})
+    metrics, exports = run(4, latest, final)
+    assert metrics["global_step"] == 4
+    assert names(f"{folder}/export") == ["final", "latest"]
+    assert names(f"{folder}/export/latest") == [os.path.basename(exports[0])]
+    assert names(exports[1]) == ["assets.extra", "model.pt2", "signatures.json"]
+    assert names(f"{exports[1]}/assets.extra/words") == ["a.txt"]
+    x = torch.tensor([3.0])
+    loaded = est.export.load(exports[1]).signatures["serving_default"](x)
+    assert float(loaded["y"]) == float(next(make_estimator(folder).predict(lambda: x))["y"])
+    with pytest.raises(NotFoundError, match=r"Its exports are \['\d{10}'\]: load one of them"):
+        est.export.load(f"{folder}/export/latest")
+    best = est.BestExporter("best", receiver_fn)  # it knows those before by the files of evaluations
+    path = f"{folder}/export/best"
+    assert best.export(make_estimator(folder), path, f"{folder}/model.ckpt-4", {"loss": 1e9}, False) is None
+
+
+def test_a_failed_export_leaves_nothing_there(monkeypatch):
+    folder = f"renaming://{uuid.uuid4().hex}/run"
+    estimator = make_estimator(folder).train(input_fn, steps=1)
+    put = Renaming.put_file
+
+    def broken(self, local, remote, *args, **kwargs):
+        if "signatures" in remote:
+            raise OSError("the line is cut")
+        return put(self, local, remote, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Renaming, "put_file", broken)
+        with pytest.raises(OSError, match="the line is cut"):
+            estimator.export_saved_model(f"{folder}/exports", receiver_fn)
+    assert not fsspec.filesystem("renaming").find(f"{folder}/exports")
+
+
+@of_stores("memory")
+def test_an_estimator_passes_over_a_damaged_checkpoint(folder, caplog):
+    make_estimator(folder).train(input_fn, steps=4)
+    system, place = fsspec.core.url_to_fs(folder)
+    content = bytearray(system.cat_file(f"{place}/model.ckpt-4.pt"))
+    content[len(content) // 2] ^= 1
+    system.pipe_file(f"{place}/model.ckpt-4.pt", bytes(content))
+    with pytest.raises(DataLossError, match=r"model\.ckpt-4\.pt is damaged"):
+        make_estimator(folder).evaluate(input_fn, steps=1)
+    estimator = make_estimator(folder).train(input_fn, steps=1)
+    assert "model.ckpt-4.pt is damaged" in caplog.text
+    assert estimator.latest_checkpoint() == f"{folder}/model.ckpt-3"
+
+
+@of_stores("memory")
+def test_two_trainings_in_one_directory_are_told(folder, monkeypatch):
+    class Intrude(est.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            with monkeypatch.context() as patch:
+                patch.setattr("torchstrategy.checkpoint.fencing._writer", lambda: "another")
+                make_estimator(folder).train(input_fn, steps=1)
+
+    with pytest.raises(FailedPreconditionError, match=r"another has saved model\.ckpt-1 there"):
+        make_estimator(folder).train(input_fn, steps=2, hooks=[Intrude()])
+    assert ts.train.latest_checkpoint(folder) == f"{folder}/model.ckpt-1"
+
+
+@of_stores("memory")
+def test_an_evaluator_there_waits_for_the_end_of_training(folder):
+    estimator = make_estimator(folder).train(input_fn, steps=2)
+    EndOfTraining(folder).declare("model.ckpt-1")
+    end = EndOfTraining(folder)
+    assert not end.is_declared()  # that is an earlier training's
+    end.clear()
+    evaluated = []
+
+    class Evaluator(CheckpointEvaluator):
+        def evaluate(self):
+            made = super().evaluate()
+            evaluated.append(made.metrics and made.metrics["global_step"])
+            if len(evaluated) == 1:
+                estimator.train(input_fn, steps=1)
+                end.declare(estimator.latest_checkpoint())
+            return made
+
+    spec = est.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=600)
+    evaluate_continuously(Evaluator(estimator, spec, None), spec, end)
+    assert evaluated == [2, 3, None]
+
+
+@pytest.mark.slow
+def test_tasks_of_a_cluster_meet_there(s3, tmp_path):
+    folder = f"{s3}/{uuid.uuid4().hex}"
+    settings = {"model_dir": folder, "stores": {"s3": fsspec.config.conf["s3"]}, "exports": True}
+    names_of_tasks = ("chief0", "worker0", "evaluator0")
+    with Tasks(tmp_path, ["chief", "worker"], strategy="multi_worker", **settings) as tasks:
+        tasks.start(*names_of_tasks)
+        chief, worker, _ = tasks.results(*names_of_tasks)
+    assert chief["variables"] == worker["variables"]
+    assert list(read_eval_metrics(f"{folder}/eval"))[-1] == 4
+    (export,) = names(f"{folder}/export/final")
+    assert est.export.load(f"{folder}/export/final/{export}").signatures
+
+
+def test_a_model_dir_that_cannot_be_meant_is_refused():
+    with pytest.raises(ValueError, match="Install what fsspec needs for this scheme"):
+        make_estimator("nosuch://bucket/run")
+    with pytest.raises(ValueError, match="one slash after its scheme, as pathlib writes it"):
+        make_estimator(Path("s3://bucket/run"))
+    fsspec.filesystem("memory").pipe_file("/taken/run", b"")
+    with pytest.raises(NotADirectoryError, match="model_dir is a file"):
+        make_estimator("memory://taken/run")
+    with as_task({"chief": ["127.0.0.1:1"]}, "evaluator"), pytest.raises(ValueError, match="this process's memory"):
+        make_estimator("memory://run")
+
+
 @of_stores("memory")
 def test_summaries_there(folder, caplog, monkeypatch):
     pytest.importorskip("tensorboard")
@@ -200,3 +364,11 @@ def test_the_loss_of_a_forgotten_writers_summaries_is_told(monkeypatch, caplog):
     monkeypatch.setattr(MemoryFileSystem, "put_file", broken)
     del writer
     assert f"The last summaries could not be written to {folder}: the line is cut" in caplog.text
+
+
+def test_profiles_there():
+    folder = f"memory://{uuid.uuid4().hex}/run"
+    hook = est.ProfilerHook(save_steps=1, output_dir=f"{folder}/profiles")
+    make_estimator(folder).train(input_fn, steps=2, hooks=[hook])
+    assert names(f"{folder}/profiles") == ["timeline-2.json"]
+    assert b"aten::" in fsspec.filesystem("memory").cat_file(f"{folder}/profiles/timeline-2.json")

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 
+import fsspec
 import torch
 
 import torchstrategy as ts
@@ -78,6 +79,7 @@ def strategy():
 
 def main():
     torch.set_num_threads(1)
+    fsspec.config.conf.update(SETTINGS.get("stores", {}))
     task = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {"type": "local", "index": 0})
     chosen = strategy()
     config = ts.estimator.RunConfig(

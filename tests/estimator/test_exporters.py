@@ -103,6 +103,12 @@ def test_the_first_evaluation_is_exported_though_the_files_hold_it_already(train
     assert exporter.export(trained, path, trained.latest_checkpoint(), result, False) is None
 
 
+def test_a_directory_is_no_pattern(tmp_path):
+    estimator = make_estimator(tmp_path / "lr[0.1]").train(input_fn, steps=1)
+    write_eval_metrics(estimator.eval_dir(), 1, {"loss": 0.1})
+    assert export(est.BestExporter("best", receiver_fn), estimator, 0.5) is None
+
+
 def test_evaluations_with_a_name_have_files_of_their_own(trained):
     write_eval_metrics(trained.eval_dir("test"), 1, {"loss": 0.1})
     exporter = est.BestExporter("best", receiver_fn, event_file_pattern="eval_test/*.tfevents.*")

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX
-from torchstrategy.checkpoint.storage import write_file
+from torchstrategy.checkpoint.storage import delete_file, is_file, open_file, write_file
 from torchstrategy.errors import DataLossError, NotFoundError
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.saver_hook import SecondOrStepTimer
@@ -164,7 +164,7 @@ class CheckpointEvaluator:
                 spec.input_fn, steps=spec.steps, hooks=spec.hooks, checkpoint_path=path, name=spec.name
             )
         except (NotFoundError, DataLossError) as error:
-            if os.path.isfile(path + SUFFIX):
+            if is_file(path + SUFFIX):
                 raise
             logger.info("The checkpoint %s was deleted before it was evaluated: %s", path, error)
             return Evaluation()
@@ -192,7 +192,7 @@ class CheckpointEvaluator:
                     is_the_final_export=self.is_last(Evaluation(metrics)),
                 )
             except (NotFoundError, DataLossError) as error:
-                if os.path.isfile(path + SUFFIX):
+                if is_file(path + SUFFIX):
                     raise
                 logger.warning("The checkpoint %s was deleted before %r exported it: %s", path, exporter.name, error)
                 exported = None
@@ -263,8 +263,8 @@ class EndOfTraining:
 
     def clear(self) -> None:
         """Say that training goes on. For the chief."""
-        if os.path.exists(self._path):
-            os.unlink(self._path)
+        if is_file(self._path):
+            delete_file(self._path)
 
     def declare(self, checkpoint: str | None) -> None:
         """Say that training has ended. For the chief.
@@ -286,7 +286,7 @@ class EndOfTraining:
 
     def _read(self) -> bytes | None:
         try:
-            with open(self._path, "rb") as file:
+            with open_file(self._path) as file:
                 return file.read()
         except FileNotFoundError:
             return None

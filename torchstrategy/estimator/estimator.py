@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.checkpoint.reader import latest_checkpoint
+from torchstrategy.checkpoint.storage import is_file
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator import evaluation, training
 from torchstrategy.estimator.building import Definition
@@ -20,6 +22,7 @@ from torchstrategy.estimator.saved_model import export_saved_model
 from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook, show_value
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys, check_hooks, check_listeners
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
+from torchstrategy.estimator.task import TaskType
 from torchstrategy.estimator.warm_start import WarmStartSettings, as_array, as_settings, load_variables
 
 __all__ = ["Estimator"]
@@ -35,14 +38,17 @@ class Estimator:
     Args:
         model_fn: called with those of ``features``, ``labels`` (one replica's batch, as an example), ``mode``,
             ``params`` and ``config`` that it names. Returns an ``EstimatorSpec``.
-        model_dir: the directory; ``None`` means that of the configuration, else a new temporary one.
+        model_dir: the directory, which may be one that fsspec finds, such as ``"s3://bucket/run"``; ``None`` means that
+            of the configuration, else a new temporary one.
         config: a ``RunConfig``; ``None`` means its defaults.
         params: hyper-parameters, which ``model_fn`` and ``input_fn`` get; they are copied.
         warm_start_from: a checkpoint, a directory of checkpoints, or ``WarmStartSettings``: where parameters begin when
             a training begins without a checkpoint of its own.
 
     Raises:
-        ValueError: ``model_fn`` has other arguments, the two directories differ, or an argument is of another kind.
+        ValueError: ``model_fn`` has other arguments, the two directories differ, or an argument is of another kind; or
+            ``model_dir`` has a scheme that fsspec does not know, or is memory where several processes need it.
+        ImportError: a package is not installed that fsspec needs for ``model_dir``.
         NotADirectoryError: ``model_dir`` is a file.
 
     Example:
@@ -318,7 +324,7 @@ def _with_model_dir(config: Any, model_dir: str | os.PathLike[str] | None) -> Ru
     """Return a configuration with a directory.
 
     Raises:
-        ValueError: it is no configuration, or has another directory.
+        ValueError: it is no configuration, or has another directory, or one that can't be meant.
         NotADirectoryError: the directory is a file.
     """
     if config is None:
@@ -333,12 +339,31 @@ def _with_model_dir(config: Any, model_dir: str | os.PathLike[str] | None) -> Ru
             f"{path!r}, in `RunConfig`: {config.model_dir!r}"
         )
     path = path or config.model_dir
-    if path is not None and os.path.isfile(path):
-        raise NotADirectoryError(f"model_dir is a file: {path!r}. Give a directory, which need not exist.")
+    if path is not None:
+        _check_directory(path, config)
     if path is None:
         path = tempfile.mkdtemp()
         logger.warning("Using temporary folder as model directory: %s", path)
     return config if config.model_dir == path else config.replace(model_dir=path)
+
+
+def _check_directory(path: str, config: RunConfig) -> None:
+    if _ONE_SLASH.match(path):
+        raise ValueError(
+            f"model_dir={path!r} has one slash after its scheme, as pathlib writes it. Give a store's address as a "
+            "string, with two slashes."
+        )
+    several = config.num_worker_replicas > 1 or config.num_ps_replicas > 0 or config.task_type == TaskType.EVALUATOR
+    if several and path.startswith("memory://"):
+        raise ValueError(
+            f"model_dir={path!r} is in this process's memory, where the other processes of the job don't see its "
+            "checkpoints. Give a folder or a store that all of them see."
+        )
+    if is_file(path):
+        raise NotADirectoryError(f"model_dir is a file: {path!r}. Give a directory, which need not exist.")
+
+
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 
 
 def _check_positive(**numbers: int | None) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import abc
-import glob
 import inspect
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
+from torchstrategy.checkpoint.storage import delete_directory, find_files, list_directories
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
@@ -238,7 +237,7 @@ class BestExporter(_ModelExporter):
         if self._pattern and self._model_dir != estimator.model_dir:
             logger.info("Loading best metric from event files.")
             self._model_dir = estimator.model_dir
-            self._best = self._read_best(os.path.join(estimator.model_dir, self._pattern))
+            self._best = self._read_best(find_files(estimator.model_dir, self._pattern))
         if not self._is_best(eval_result):
             return None
         logger.info("Performing best model export.")
@@ -255,9 +254,9 @@ class BestExporter(_ModelExporter):
             return True
         return bool(self._compare_fn(best_eval_result=self._best, current_eval_result=result))
 
-    def _read_best(self, pattern: str) -> Mapping[str, Any] | None:
+    def _read_best(self, files: Sequence[str]) -> Mapping[str, Any] | None:
         best: Mapping[str, Any] | None = None
-        for directory in sorted({os.path.dirname(path) for path in glob.glob(pattern)}):
+        for directory in sorted({os.path.dirname(path) for path in files}):
             for result in read_eval_metrics(directory).values():
                 if best is None or self._compare_fn(best_eval_result=best, current_eval_result=result):
                     best = result
@@ -279,9 +278,9 @@ def _delete_old_exports(directory: str, number: int | None) -> None:
     """Leave the latest exports of a directory."""
     if number is None:
         return
-    exports = [name for name in os.listdir(directory) if len(name) == _TIMESTAMP_LENGTH and name.isdigit()]
+    exports = [name for name in list_directories(directory) if len(name) == _TIMESTAMP_LENGTH and name.isdigit()]
     for name in sorted(exports)[:-number]:
         try:
-            shutil.rmtree(os.path.join(directory, name))
+            delete_directory(os.path.join(directory, name))
         except OSError as error:  # the new export is complete; an old one that stays only takes room
             logger.warning("Could not delete the old export %s: %s", os.path.join(directory, name), error)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,6 +16,16 @@ from torch import Tensor, nn
 from torchstrategy.base import tree
 from torchstrategy.base.log import logger
 from torchstrategy.base.names import dtype_name
+from torchstrategy.checkpoint.storage import (
+    copy_file,
+    delete_directory,
+    is_file,
+    is_remote,
+    list_directories,
+    local_copy,
+    open_file,
+    write_file,
+)
 from torchstrategy.errors import NotFoundError
 from torchstrategy.estimator.building import build_restored
 from torchstrategy.estimator.export_outputs import ExportOutput, ServingInputReceiver
@@ -51,7 +61,7 @@ def export_saved_model(
         raise ValueError(
             f"Couldn't find trained model at {estimator.model_dir}. Call train before, or pass checkpoint_path."
         )
-    missing = [source for source in (assets_extra or {}).values() if not os.path.isfile(source)]
+    missing = [source for source in (assets_extra or {}).values() if not is_file(source)]
     if missing:
         raise NotFoundError(f"export_saved_model(assets_extra=...): there is no file {missing[0]}.")
     features = receiver.features_of(receiver.receiver_tensors)
@@ -59,21 +69,17 @@ def export_saved_model(
         estimator._model_fn, features, None, ModeKeys.PREDICT, estimator.params, estimator.config, path
     )
     program, description = _make_program(spec, receiver)
-    base = os.fspath(export_dir_base)
-    temporary = os.path.join(base, f"temp-{uuid.uuid4().hex}")
-    os.makedirs(temporary)
-    try:
-        torch.export.save(program, os.path.join(temporary, _PROGRAM))
-        with open(os.path.join(temporary, _DESCRIPTION), "w", encoding="utf-8") as file:
-            json.dump({"checkpoint": os.path.basename(path), "signatures": description}, file, indent=2)
+    text = json.dumps({"checkpoint": os.path.basename(path), "signatures": description}, indent=2).encode()
+
+    def write(directory: str) -> None:
+        write_file(os.path.join(directory, _PROGRAM), lambda file: torch.export.save(program, file))
         for destination, source in (assets_extra or {}).items():
-            target = os.path.join(temporary, _ASSETS, destination)
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            shutil.copyfile(source, target)
-        directory = _take_timestamp(temporary, base)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            with local_copy(source) as local:
+                copy_file(local, os.path.join(directory, _ASSETS, destination))
+        # The last one: without it a directory is no export.
+        write_file(os.path.join(directory, _DESCRIPTION), lambda file: file.write(text))
+
+    directory = _write_export(os.fspath(export_dir_base), write)
     logger.info("SavedModel written to: %s", directory)
     return directory
 
@@ -109,14 +115,16 @@ def load(export_dir: str | os.PathLike[str]) -> SavedModel:
     """
     directory = os.fspath(export_dir)
     try:
-        with open(os.path.join(directory, _DESCRIPTION), encoding="utf-8") as file:
+        with open_file(os.path.join(directory, _DESCRIPTION)) as file:
             description = json.load(file)
     except (FileNotFoundError, NotADirectoryError):
-        inside = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
-        exports = [name for name in inside if os.path.exists(os.path.join(directory, name, _DESCRIPTION))]
+        inside = sorted(list_directories(directory))
+        exports = [name for name in inside if is_file(os.path.join(directory, name, _DESCRIPTION))]
         hint = f" Its exports are {exports}: load one of them." if exports else ""
         raise NotFoundError(f"{directory} is not what export_saved_model returned.{hint}") from None
-    return SavedModel(torch.export.load(os.path.join(directory, _PROGRAM)).module(), description["signatures"])
+    with local_copy(os.path.join(directory, _PROGRAM)) as path:
+        program = torch.export.load(path).module()
+    return SavedModel(program, description["signatures"])
 
 
 class SavedModel:
@@ -279,10 +287,28 @@ class _DynamicShapes:
         return {"dtype": dtype_name(tensor.dtype), "shape": shape}
 
 
+def _write_export(base: str, write: Callable[[str], None]) -> str:
+    """Write a directory whose name is the time, or the next second that is free; it is complete or not there.
+
+    A store can't rename directories: there it is an export when its last file is there.
+    """
+    made = os.path.join(base, str(_next_timestamp(base)) if is_remote(base) else f"temp-{uuid.uuid4().hex}")
+    try:
+        write(made)
+        return made if is_remote(base) else _take_timestamp(made, base)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            delete_directory(made)
+        raise
+
+
+def _next_timestamp(base: str) -> int:
+    return max(int(time.time()), *(int(name) + 1 for name in list_directories(base) if name.isdigit()), 0)
+
+
 def _take_timestamp(temporary: str, base: str) -> str:
-    """Give a directory the time as its name, or the next second that is free."""
-    last = max((int(name) for name in os.listdir(base) if name.isdigit()), default=0)
-    timestamp = max(int(time.time()), last + 1)
+    """Give a directory on this host its name."""
+    timestamp = _next_timestamp(base)
     while True:
         directory = os.path.join(base, str(timestamp))
         try:

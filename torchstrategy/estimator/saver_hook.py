@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.manager import CheckpointManager
+from torchstrategy.checkpoint.storage import real_path
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.session_hooks import (
     CheckpointSaverListener,
@@ -251,7 +252,7 @@ class CheckpointSaverHook(SessionRunHook):
         return self._timer.should_trigger_for_step(step)
 
     def _make_saver(self, session: Session) -> Any:
-        is_own = session.model_dir is not None and os.path.realpath(self._dir) == os.path.realpath(session.model_dir)
+        is_own = session.model_dir is not None and real_path(self._dir) == real_path(session.model_dir)
         if is_own and self._basename == "model.ckpt":
             return session.saver
         return CheckpointManager(

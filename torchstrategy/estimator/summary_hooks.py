@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from torchstrategy.base.labels import make_profiler
 from torchstrategy.base.log import info_once, logger
+from torchstrategy.checkpoint.storage import copy_file, real_path
 from torchstrategy.estimator.saver_hook import SecondOrStepTimer
 from torchstrategy.estimator.session import Session
 from torchstrategy.estimator.session_hooks import (
@@ -37,7 +39,7 @@ _writers: weakref.WeakValueDictionary[str, SummaryWriter] = weakref.WeakValueDic
 
 def open_writer(folder: str | os.PathLike[str]) -> SummaryWriter:
     """Return the writer for a folder; one that writes nothing if TensorBoard is not installed."""
-    path = os.path.realpath(folder)
+    path = real_path(os.fspath(folder))
     writer = _writers.get(path)
     if writer is None:
         try:
@@ -354,10 +356,12 @@ class ProfilerHook(SessionRunHook):
         profile, self._profile = self._profile, None
         profile.stop()
         self._timer.update_last_triggered_step(step)
-        os.makedirs(self._output_dir or ".", exist_ok=True)
         path = os.path.join(self._output_dir, f"timeline-{step}.json")
         logger.info("Saving timeline for %d into '%s'.", step, path)
-        profile.export_chrome_trace(path)
+        with tempfile.TemporaryDirectory(prefix="torchstrategy-") as folder:
+            made = os.path.join(folder, "timeline.json")
+            profile.export_chrome_trace(made)
+            copy_file(made, path)
 
     @override
     def _release(self) -> None:

@@ -21,6 +21,7 @@ from torchstrategy.base.options import VariableAggregation
 from torchstrategy.checkpoint.archive import checkpoint_file, read_checkpoint
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.reader import latest_checkpoint
+from torchstrategy.checkpoint.storage import is_directory
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.strategy import Strategy
@@ -273,7 +274,7 @@ def warm_start(module: nn.Module, strategy: Strategy, settings: WarmStartSetting
 
 
 def _checkpoint_of(path: str) -> str:
-    if not os.path.isdir(path):
+    if not is_directory(path):
         return path
     latest = latest_checkpoint(path)
     if latest is None:
