@@ -3,6 +3,7 @@
 The last one is a server of moto on this host; its packages and ``s3fs`` are in the extra ``tests-s3``.
 """
 
+import logging
 import os
 import uuid
 from pathlib import Path
@@ -17,6 +18,7 @@ import torchstrategy as ts
 from tests.clusters import as_task
 from tests.estimator.cluster_tasks import Tasks
 from tests.estimator.lines import input_fn, make_estimator, model_fn, receiver_fn
+from torchstrategy.checkpoint.storage import local_copy
 from torchstrategy.errors import DataLossError, FailedPreconditionError, NotFoundError
 from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, EndOfTraining, evaluate_continuously
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
@@ -306,6 +308,21 @@ def test_an_evaluator_there_waits_for_the_end_of_training(folder):
     spec = est.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=600)
     evaluate_continuously(Evaluator(estimator, spec, None), spec, end)
     assert evaluated == [2, 3, None]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_passed_over(monkeypatch, caplog):
+    folder = f"memory://{uuid.uuid4().hex}/run"
+    estimator = make_estimator(folder).train(input_fn, steps=1)
+
+    def deleting(path):
+        fsspec.filesystem("memory").rm_file(path)
+        return local_copy(path)
+
+    monkeypatch.setattr("torchstrategy.checkpoint.archive.local_copy", deleting)
+    evaluator = CheckpointEvaluator(estimator, est.EvalSpec(input_fn, steps=1), None)
+    with caplog.at_level(logging.INFO, "torchstrategy"):
+        assert evaluator.evaluate().metrics is None
+    assert "model.ckpt-1 was deleted before it was evaluated" in caplog.text
 
 
 @pytest.mark.slow

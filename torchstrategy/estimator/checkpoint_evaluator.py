@@ -14,7 +14,7 @@ from typing_extensions import override
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX
 from torchstrategy.checkpoint.storage import delete_file, is_file, open_file, write_file
-from torchstrategy.errors import DataLossError, NotFoundError
+from torchstrategy.errors import DataLossError
 from torchstrategy.estimator.estimator import Estimator
 from torchstrategy.estimator.saver_hook import SecondOrStepTimer
 from torchstrategy.estimator.session_hooks import (
@@ -163,7 +163,7 @@ class CheckpointEvaluator:
             metrics = self._estimator.evaluate(
                 spec.input_fn, steps=spec.steps, hooks=spec.hooks, checkpoint_path=path, name=spec.name
             )
-        except (NotFoundError, DataLossError) as error:
+        except (FileNotFoundError, DataLossError) as error:
             if is_file(path + SUFFIX):
                 raise
             logger.info("The checkpoint %s was deleted before it was evaluated: %s", path, error)
@@ -191,7 +191,7 @@ class CheckpointEvaluator:
                     eval_result=metrics,
                     is_the_final_export=self.is_last(Evaluation(metrics)),
                 )
-            except (NotFoundError, DataLossError) as error:
+            except (FileNotFoundError, DataLossError) as error:
                 if is_file(path + SUFFIX):
                     raise
                 logger.warning("The checkpoint %s was deleted before %r exported it: %s", path, exporter.name, error)
