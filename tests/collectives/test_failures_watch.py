@@ -168,9 +168,13 @@ def test_ranks_behind_one_that_does_not_answer_are_not_blamed(watches):
     assert reached.wait(30)  # else it may answer for itself first
     try:
         text = ranks[1].where_is_everyone()
+        line = ranks[1].snapshot().line
     finally:
         blocked.set()
-    assert text.startswith("Rank 2 does not answer (killed, stopped or cut off). ")
+    assert text.startswith("Rank 2 does not answer (killed, stopped, cut off, or native code keeps its interpreter). ")
+    assert line.count("does not answer") == 1
+    assert "is does not" not in line
+    assert "is can't" not in line
     assert "rank 3: can't be asked" in text
     assert "rank 0: start-up" in text
 

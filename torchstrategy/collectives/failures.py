@@ -41,7 +41,8 @@ _SILENT = (
     "does not answer: stopped or cut off (no sign of life for {:g} s, which TORCHSTRATEGY_HEARTBEAT_S sets; it may be "
     "alive all the same)"
 )
-_NO_ANSWER = "does not answer (killed, stopped or cut off)"
+_NO_ANSWER = "does not answer (killed, stopped, cut off, or native code keeps its interpreter)"
+_WITH_A_VERB = ("has", "does", "can't")  # begins that the summary says, too
 _CUT_OFF = "can't be asked: the first rank of its host or of this one, which passes messages on, does not answer"
 # Threads of this name run replicas; between their turns they wait in that module.
 _REPLICA_THREADS, _REPLICA_WAITS = "torchstrategy-replica-", "torchstrategy.replicas.runner"
@@ -235,7 +236,8 @@ class FailureWatch:
             frames = self._stack() if rank == self._rank else stack
             stacks += [f"--- rank {rank}: {place}", *(f"  {frame}" for frame in frames)]
         summary = text.partition("Where each rank is:")[0]
-        elsewhere = [f"rank {rank} is {place}" for rank, (place, *_) in enumerate(lines) if rank not in arrived]
+        others = [(rank, place) for rank, (place, *_) in enumerate(lines) if rank not in arrived]
+        elsewhere = [f"rank {rank} is {place}" for rank, place in others if not place.startswith(_WITH_A_VERB)]
         ends = f"{'; '.join(elsewhere)}." if elsewhere else ""
         return Stall(f"{begin} {self.position}. {summary}{ends}".rstrip(), stacks)
 
