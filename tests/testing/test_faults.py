@@ -130,6 +130,16 @@ def test_half_of_a_message_arrives_before_the_end(pair):
     assert pair[1].recv(100) == b""
 
 
+def test_all_of_a_message_arrives_and_no_answer_to_it(pair):
+    with message_fault("unanswered", 1):
+        assert pair[0].sendmsg([b"ab", b"cd"]) == 4
+    assert pair[1].recv(100) == b"abcd"
+    assert pair[1].recv(100) == b""
+    with pytest.raises(BrokenPipeError):
+        pair[1].sendall(b"answer")
+    assert pair[0].recv(100) == b""
+
+
 def test_messages_of_other_threads_are_spared(pair):
     with message_fault("lost", 1) as sizes:
         thread = threading.Thread(target=send, args=pair[:1])

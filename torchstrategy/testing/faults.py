@@ -135,7 +135,7 @@ def file_fault(
 
 
 @contextlib.contextmanager
-def message_fault(kind: Literal["lost", "torn"] | None, at: int) -> Iterator[list[int]]:
+def message_fault(kind: Literal["lost", "torn", "unanswered"] | None, at: int) -> Iterator[list[int]]:
     """Let something go wrong when the calling thread sends to another process, within a ``with`` block.
 
     Messages are what Python sends over a socket: for the library the records in which ranks say what they bring to a
@@ -143,7 +143,8 @@ def message_fault(kind: Literal["lost", "torn"] | None, at: int) -> Iterator[lis
 
     Args:
         kind: ``"lost"`` drops a message, though the sender is told that it was sent; of a ``"torn"`` one half arrives
-            before the connection is shut down. ``None`` only counts.
+            before the connection is shut down, of an ``"unanswered"`` one all, so that only what it is answered is
+            lost. ``None`` only counts.
         at: which message of this thread, from 1.
 
     Yields:
@@ -172,8 +173,8 @@ def message_fault(kind: Literal["lost", "torn"] | None, at: int) -> Iterator[lis
             sizes.append(len(content))
             if kind is None or len(sizes) != at:
                 return plain(connection, data, *args)  # type: ignore[no-any-return]
-            if kind == "torn":
-                super(socket.socket, connection).sendall(content[: len(content) // 2])
+            if kind != "lost":
+                super(socket.socket, connection).sendall(content[: len(content) // 2] if kind == "torn" else content)
                 connection.shutdown(socket.SHUT_RDWR)
             return None if name == "sendall" else len(content)
 
