@@ -4,7 +4,7 @@ import re
 
 import torchstrategy as ts
 
-NAMED = re.compile(r"Rank (\d+)(?: \([^)]*\))? (?:failed|does not answer|has ended|has died|did not)")
+NAMED = re.compile(r"Rank (\d+)(?: \([^)]*\))? (?:failed|does not answer|has ended|has died|did not|could not)")
 KINDS = (ts.errors.ReplicaFailedError, ts.errors.DeadlineExceededError)
 
 

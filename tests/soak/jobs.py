@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,12 +58,14 @@ class Job(NamedTuple):
         num_steps: how many steps, in two epochs.
         save_every: a save after so many steps.
         deadline_s: of the strategy.
+        stall_s: after how long without progress that is said; ``None`` leaves the default, which no attempt reaches.
     """
 
     kind: str
     num_steps: int
     save_every: int = 1
     deadline_s: float | None = None
+    stall_s: float | None = None
 
 
 def num_examples(job: Job) -> int:
@@ -129,6 +132,9 @@ def run(job: Job, folder: Path, plans: Sequence[Plan] = ()) -> None:
     rank = rank if rank >= 0 else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 2)
+    if job.stall_s is not None:
+        os.environ["TORCHSTRATEGY_STALL_S"] = str(job.stall_s)
+        tempfile.tempdir = str(folder)  # the stacks go with the job
     diary = Diary(folder, rank, plans)
     try:
         {"fit": fit, "loop": loop}[job.kind](job, folder / "checkpoints", diary)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torchstrategy as ts
-from tests.soak.attempts import SPARED, Runner, unbroken
+from tests.soak.attempts import LONG_STALL_S, SPARED, UNTOLD, Runner, unbroken
 from tests.soak.jobs import FILE_KINDS, Job, Plan
 from torchstrategy.testing.faults import flip_byte_of
 
@@ -27,6 +27,8 @@ KINDS = {
     "torn": 1,
 }
 FLIP = 0.15
+#: The share of stalls that are so long that somebody must say so.
+LONG = 0.1
 
 
 class Run:
@@ -58,7 +60,7 @@ class Run:
         runner = self._runner
         while runner.num_made < NUM_STEPS - 1:
             plan = self._draw_plan()
-            if runner.attempt(*self._draw_spared(plan.step), plan):
+            if runner.attempt(*self._draw_spared(plan.step, may_last=plan.kind not in UNTOLD), plan):
                 break
             if runner.ends(plan) and self._draw.random() < FLIP:
                 self._flip()
@@ -76,8 +78,8 @@ class Run:
         place = draw.choice(["before", "backward", "update"])
         return Plan(kind, draw.randrange(self._size), step, place)
 
-    def _draw_spared(self, last: int) -> list[Plan]:
-        """Return faults after which the attempt goes on."""
+    def _draw_spared(self, last: int, *, may_last: bool = True) -> list[Plan]:
+        """Return faults after which the attempt goes on; none lasts long where there is a deadline."""
         draw, seconds = self._draw, self._heartbeat_s
         plans = []
         for kind in draw.sample(SPARED, draw.choice([0, 0, 1, 2])):
@@ -87,6 +89,8 @@ class Run:
                 "stall": draw.uniform(0.1, 1.5) * seconds,
                 "jump": draw.choice([-1, 1]) * draw.uniform(1, 12) * 3600,
             }[kind]
+            if kind == "stall" and draw.random() < LONG and may_last:
+                length = LONG_STALL_S
             step = draw.randint(min(self._runner.num_made, last), last)
             plans.append(Plan(kind, draw.randrange(self._size), step, draw.choice(["before", "update"]), length))
         return plans
