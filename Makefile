@@ -8,9 +8,12 @@ XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
 # Files of tests at a time. On two cores a third one uses the fifth of the time that tests wait for deadlines.
 JOBS ?= 3
-# Of `make soak`: how many faults, and the seed of the first run.
+# Of `make soak`: how many faults, the seed of the first run, a file in which a campaign that is cut goes on, and after
+# how many minutes to cut it.
 N ?= 2001
 SEED ?= 0
+RESULTS ?=
+MINUTES ?= inf
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -48,7 +51,7 @@ test-tpu: $(XLA_VENV)/.dev
 	$(XLA_RUN) -m pytest -n 2 -m "not slow" tests/tpu
 
 soak: $(VENV)/.dev
-	$(RUN) -m tests.soak --faults $(N) --seed $(SEED)
+	$(RUN) -m tests.soak --faults $(N) --seed $(SEED) --minutes $(MINUTES) $(if $(RESULTS),--results $(RESULTS))
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .

@@ -2,6 +2,9 @@
 
 Each run is a job, drawn from a seed: workers with ``fit`` or a loop, or parameter servers. It must end with the right
 weights, bit for bit, and no attempt may end for which no fault was planned that ends it. ``--only SEED`` repeats a run.
+
+A long campaign can be cut: with ``--results FILE`` each run leaves a line there, and the next command goes on after the
+last one. ``--minutes 8`` ends a command early, and ``--table FILE...`` shows what is in one or several such files.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
+import json
 import logging
 import os
 import random
@@ -17,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +38,77 @@ SHOW_S = 20.0
 BOUNDS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
+class Result(NamedTuple):
+    """What came of a run; a line of a file of results is such a tuple's dict.
+
+    Args:
+        seed: of the run.
+        seconds: how long it took.
+        num_struck: how many faults there were of each kind.
+        times: what those took that were timed.
+        failure: what was wrong; ``None`` if nothing was.
+    """
+
+    seed: int
+    seconds: float
+    num_struck: dict[str, int]
+    times: list[Times]
+    failure: str | None
+
+
+class Results:
+    """All runs of a campaign, by seed; a seed that was run again counts once.
+
+    Args:
+        paths: files of results that are read; those that are not there yet are empty.
+        to: the file to which runs are added; ``None`` for none.
+
+    Raises:
+        ValueError: a line of a file is no result.
+    """
+
+    def __init__(self, paths: Sequence[Path] = (), to: Path | None = None) -> None:
+        self.by_seed: dict[int, Result] = {}
+        self._to = to
+        for path in (*paths, *([] if to is None else [to])):
+            for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+                try:
+                    result = Result(**json.loads(line))
+                    result = result._replace(times=[Times(*row) for row in result.times])
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{path}:{number} is no result of a run. Delete that line. ({error})") from error
+                self.by_seed[result.seed] = result
+
+    def add(self, result: Result) -> None:
+        """Add a run."""
+        self.by_seed[result.seed] = result
+        if self._to is not None:
+            with self._to.open("a") as file:
+                file.write(json.dumps(result._asdict()) + "\n")
+
+    @property
+    def num_struck(self) -> collections.Counter[str]:
+        """How many faults there were of each kind."""
+        return sum((collections.Counter(result.num_struck) for result in self.by_seed.values()), collections.Counter())
+
+    @property
+    def failures(self) -> list[int]:
+        """Seeds of the runs in which something was wrong."""
+        return sorted(seed for seed, result in self.by_seed.items() if result.failure is not None)
+
+    def lines(self) -> Iterator[str]:
+        """Return the table, and a line about all runs."""
+        yield from table([row for result in self.by_seed.values() for row in result.times], self.num_struck)
+        seconds = sum(result.seconds for result in self.by_seed.values())
+        seeds = f"seeds {min(self.by_seed)} to {max(self.by_seed)}" if self.by_seed else "no seeds"
+        yield (
+            f"\n{self.num_struck.total()} faults in {len(self.by_seed)} runs, {seeds}, {seconds:.0f} s; "
+            f"failed: {self.failures or 'none'}"
+        )
+
+
 class Campaign:
-    """Runs, and what they took.
+    """Runs jobs.
 
     Args:
         folder: for the jobs' files.
@@ -42,29 +116,25 @@ class Campaign:
     """
 
     def __init__(self, folder: Path, show: Callable[[str], None]) -> None:
-        self.num_struck: collections.Counter[str] = collections.Counter()
-        self.times: list[Times] = []
-        self.failures: list[int] = []
         self._folder = folder
         self._show = show
         self._resources = contextlib.ExitStack()
         self._cluster: Any = None
 
-    def run(self, seed: int) -> None:
+    def run(self, seed: int) -> Result:
         """Run one job; show what was wrong."""
         is_of_servers = random.Random(-seed - 1).random() < SERVERS
+        begin, run, failure = time.monotonic(), None, None
         try:
             run = self._servers(seed) if is_of_servers else workers.Run(self._folder, seed, HEARTBEAT_S)
-            try:
-                run.run()
-            finally:
-                self.num_struck += run.num_struck
-                self.times += run.times
+            run.run()
         except Exception as error:  # noqa: BLE001 - whatever it is, it counts, and the next run begins
-            self.failures.append(seed)
-            self._show(f"FAILED --only {seed}: {type(error).__name__}: {error}".replace("\n", " | ")[:2000])
+            failure = f"{type(error).__name__}: {error}".replace("\n", " | ")[:2000]
+            self._show(f"FAILED --only {seed}: {failure}")
             if not isinstance(error, Failure):
                 self._show(traceback.format_exc())
+        num_struck, times = ({}, []) if run is None else (dict(run.num_struck), list(run.times))
+        return Result(seed, time.monotonic() - begin, num_struck, times, failure)
 
     def close(self) -> None:
         """End the cluster."""
@@ -120,27 +190,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next ones follow")
     parser.add_argument("--only", type=int, help="repeat the run of this seed")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")
+    parser.add_argument(
+        "--results", type=Path, help="file to add each run to; what is in it counts and is not run again"
+    )
+    parser.add_argument("--table", type=Path, nargs="+", help="run nothing: show what is in these files of results")
     options = parser.parse_args(arguments)
+    results = Results(options.table or (), options.results)
+    if options.table is None:
+        _run(options, results)
+    print(*results.lines(), sep="\n")
+    return 1 if results.failures else 0
+
+
+def _run(options: argparse.Namespace, results: Results) -> None:
     torch.set_num_threads(1)
-    first = seed = options.seed if options.only is None else options.only
+    seeds = itertools.count(options.seed) if options.only is None else [options.only]
     begin = shown = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, _quick_and_quiet(), contextlib.ExitStack() as stack:
         campaign = Campaign(Path(folder), lambda line: print(line, flush=True))
         stack.callback(campaign.close)
-        while campaign.num_struck.total() < options.faults and time.monotonic() - begin < options.minutes * 60:
-            campaign.run(seed)
-            seed += 1
+        for seed in seeds:
+            if options.only is None and results.num_struck.total() >= options.faults:
+                return
+            if options.only is None and seed in results.by_seed:
+                continue
+            if time.monotonic() - begin >= options.minutes * 60:
+                return
+            results.add(campaign.run(seed))
             if time.monotonic() - shown > SHOW_S:
                 shown = time.monotonic()
-                print(f"{shown - begin:.0f} s: {campaign.num_struck.total()} faults, {seed - first} runs", flush=True)
-            if options.only is not None:
-                break
-    print(*table(campaign.times, campaign.num_struck), sep="\n")
-    print(
-        f"\n{campaign.num_struck.total()} faults in {seed - first} runs, seeds {first} to {seed - 1}, "
-        f"{time.monotonic() - begin:.0f} s; failed: {campaign.failures or 'none'}"
-    )
-    return 1 if campaign.failures else 0
+                num_faults = results.num_struck.total()
+                print(f"{shown - begin:.0f} s: {num_faults} faults, {len(results.by_seed)} runs", flush=True)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,31 @@ def test_failed_runs_are_shown_with_their_seed(monkeypatch, capsys):
     assert "seeds 12 to 12" in capsys.readouterr().out
 
 
+def test_a_campaign_that_is_cut_adds_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(workers, "Run", Wrong)
+    monkeypatch.setattr(soak, "SERVERS", 0.0)
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    assert soak.main(["--faults", "2", "--seed", "0", "--results", first]) == 1
+    assert soak.main(["--faults", "9", "--minutes", "0", "--results", first]) == 1
+    assert "2 faults in 2 runs, seeds 0 to 1" in capsys.readouterr().out
+    assert soak.main(["--faults", "3", "--results", first]) == 1  # goes on
+    assert "3 faults in 3 runs, seeds 0 to 2" in capsys.readouterr().out
+    assert soak.main(["--faults", "1", "--seed", "6", "--results", second]) == 0
+    capsys.readouterr()
+    assert soak.main(["--table", first, second]) == 1
+    told = capsys.readouterr().out
+    assert "| kill | 4 |" in told
+    assert "4 faults in 4 runs, seeds 0 to 6" in told
+    assert "failed: [1]" in told
+    monkeypatch.setattr(Wrong, "run", lambda self: None)  # it was mended
+    soak.main(["--only", "1", "--results", first])
+    assert soak.main(["--table", first, second]) == 0
+    with open(first, "a") as file:
+        file.write('{"seed": 3')
+    with pytest.raises(ValueError, match=r"first:5 is no result of a run\. Delete that line"):
+        soak.main(["--table", first])
+
+
 def test_table():
     times = [Times("kill", 0.05, 2.0), Times("kill", 0.2, None), Times("stop", 2.5, 40.0)]
     told = list(soak.table(times, collections.Counter(kill=2, stop=1, slow=1)))
