@@ -225,12 +225,12 @@ if RANK == "{victim}":
         time.sleep(0.01)
     os._exit(7)
 import torchstrategy as ts
-from torchstrategy.collectives import rendezvous
-look = rendezvous._look_who_is_gone
+from torchstrategy.collectives import rounds
+look = rounds._look_who_is_gone
 def first_look(*args):
     pathlib.Path("waits").touch()
     look(*args)
-rendezvous._look_who_is_gone = first_look
+rounds._look_who_is_gone = first_look
 ts.MultiWorkerMirroredStrategy(devices=["cpu:0"])
 """
     write(tmp_path / "program.py", program)

@@ -16,7 +16,7 @@ from torchstrategy.base.job import Job
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.collectives import rendezvous
 from torchstrategy.collectives.joining import Roll, report_end, store_of_job
-from torchstrategy.collectives.rounds import mark_as_of_one_round
+from torchstrategy.collectives.rounds import mark_as_of_one_round, wait_for_all
 
 
 def job_of(rank, size, **changes):
@@ -30,7 +30,7 @@ def meet_all(store, descriptions, timeout_s=20.0, only=None):
 
     def meet(rank):
         try:
-            rendezvous._wait_for_all(store, job_of(rank, size), {"version": descriptions[rank]}, timeout_s)
+            wait_for_all(store, job_of(rank, size), {"version": descriptions[rank]}, timeout_s)
         except (RuntimeError, ts.errors.OpError) as error:
             return error
 
@@ -63,7 +63,7 @@ def test_many_processes_ask_the_store_for_little():
     for rank in range(1, size):
         store.set(f"here/{rank}", '{"version": "1"}')
         store.add("arrived", 1)
-    rendezvous._wait_for_all(Counting(), job_of(0, size), {"version": "1"}, 20.0)
+    wait_for_all(Counting(), job_of(0, size), {"version": "1"}, 20.0)
     assert sum(counted.values()) <= 4
 
 
@@ -79,10 +79,10 @@ class Watch:
 
 def test_a_rank_that_has_ended_is_not_waited_for():
     with pytest.raises(ts.errors.ReplicaFailedError, match="Rank 1 has ended its program"):
-        rendezvous._wait_for_all(HashStore(), job_of(0, 3), {}, 60.0, Watch(1))
+        wait_for_all(HashStore(), job_of(0, 3), {}, 60.0, Watch(1))
     store = HashStore()
     store.set("here/1", "{}")  # it came before it ended
-    rendezvous._wait_for_all(store, job_of(0, 2), {}, 60.0, Watch(1))
+    wait_for_all(store, job_of(0, 2), {}, 60.0, Watch(1))
 
 
 def test_a_process_that_comes_again_is_refused(monkeypatch):

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 import torchstrategy as ts
 from tests.collectives.test_rendezvous import job_of
-from torchstrategy.collectives import rendezvous, rounds
+from torchstrategy.collectives import rounds
 from torchstrategy.collectives.joining import Roll, store_of_job
 
 
@@ -31,7 +31,7 @@ class Process(threading.Thread):
         try:
             self.number = rounds.enter_round(self._store, self._job, time.monotonic() + self._timeout_s)
             own = store_of_job(self._store, self.number)
-            rendezvous._wait_for_all(own, self._job, {}, self._timeout_s, roll=roll)
+            rounds.wait_for_all(own, self._job, {}, self._timeout_s, roll=roll)
         except (RuntimeError, ts.errors.OpError) as error:
             self.error = error
 

@@ -23,20 +23,17 @@ from torchstrategy import patches
 from torchstrategy.base import addresses
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import call_site, logger
-from torchstrategy.collectives.connections import Ask, Message, lookup_name
+from torchstrategy.collectives.connections import Ask, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
-from torchstrategy.collectives.joining import Roll, end_of, store_of_job
-from torchstrategy.collectives.rounds import PATIENCE_S, REQUEST_S, enter_round, wait_in_round
+from torchstrategy.collectives.joining import Roll, store_of_job
+from torchstrategy.collectives.rounds import PATIENCE_S, enter_round, named, raise_gone, raise_if_failed, wait_for_all
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["Rendezvous", "meet", "raise_lost_store"]
 
 _TIMEOUT_S = 300.0
-_POLL_S = 0.01
 _KNOCK_S = 0.05
-_LAST_WORDS_S = 3.0
 _SOON_S = 1.0
-_LAUNCHER_S = 0.5
 _LAUNCHER_ENDED_S = 5.0
 _STUCK_S = 12.0  # longer than anything else that a wait for the store does once it knows of a failure
 _GRACE_S = 5.0
@@ -101,7 +98,7 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
         own = PrefixStore(str(_groups[key]), store)
         watch.position = f"making its strategy number {_groups[key]} at {call_site()}"
         ask = functools.partial(_in_time, job=job, timeout_s=timeout_s, watch=watch)
-        ask(functools.partial(_wait_for_all, own, job, description, timeout_s, watch))
+        ask(functools.partial(wait_for_all, own, job, description, timeout_s, watch))
     except DistError as error:
         raise_lost_store(job, watch, error)
     return Rendezvous(own, watch, job.rank, job.size, address, hosts, ask)
@@ -116,9 +113,9 @@ def raise_lost_store(job: Job, watch: FailureWatch | None, error: DistError) -> 
     """
     if watch is not None:
         watch.wait_for_report(1.0)
-        _raise_if_failed(watch)
+        raise_if_failed(watch)
     raise RuntimeError(
-        f"{_name(job, job.rank)} lost the job's store at {job.address}:{job.port}, which {_keeper(job)} keeps: {error}"
+        f"{named(job, job.rank)} lost the job's store at {job.address}:{job.port}, which {_keeper(job)} keeps: {error}"
     ) from error
 
 
@@ -149,7 +146,7 @@ def _join(rendezvous: _FirstRendezvous) -> _Joined:
         return _in_time(connect, job, 3 * timeout_s, roll=roll)
     except DistError:  # the one who keeps the store may have died
         if failure := roll.wait_for_failure(1.0):
-            _raise_gone(job, failure)
+            raise_gone(job, failure)
         raise
     except (DisagreementError, ReplicaFailedError):  # the others know as much
         raise
@@ -169,7 +166,7 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     own = store_of_job(store, attempt)
     if own.add(f"joined/{job.rank}", 1) > 1:
         raise RuntimeError(
-            f"{_name(job, job.rank)} has joined this job before. A process can't come back alone: end all of them and "
+            f"{named(job, job.rank)} has joined this job before. A process can't come back alone: end all of them and "
             "start the job again, from its last checkpoint. (If this is another job, two of them use the address "
             f"{job.address}:{job.port}.)"
         )
@@ -177,7 +174,7 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     if job.size > 1:
         roll.join(own, address)
     own.set(f"host/{job.rank}", json.dumps([_host_identity(), address]))
-    _wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
+    wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
     cards = own.multi_get([f"host/{rank}" for rank in range(job.size)])
     names, addresses = zip(*map(json.loads, cards), strict=True)
     hosts = _number_hosts(job, names, addresses)
@@ -186,7 +183,7 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     except OSError as error:
         kind = DeadlineExceededError if isinstance(error, TimeoutError) else RuntimeError
         raise kind(
-            f"{_name(job, job.rank)}, which the others reach at {address}, can't connect to all of them: {error}"
+            f"{named(job, job.rank)}, which the others reach at {address}, can't connect to all of them: {error}"
         ) from error
     watch.answer_requests(f"{job.address}:{job.port}")
     return _Joined(PrefixStore(f"torchstrategy/{attempt}", store), watch, address, hosts)
@@ -202,7 +199,7 @@ def _number_hosts(job: Job, names: Sequence[str], addresses: Sequence[str]) -> t
     for rank, address in enumerate(addresses):
         if len(numbers) > 1 and ipaddress.ip_address(address).is_loopback:
             raise RuntimeError(
-                f"{_name(job, rank)} knows itself as {address}, which processes on other hosts can't reach: "
+                f"{named(job, rank)} knows itself as {address}, which processes on other hosts can't reach: "
                 f"{job.address} resolves to it there. Name that host in {job.source} by an address of its network, or "
                 "mend its name in /etc/hosts."
             )
@@ -232,11 +229,11 @@ def _open_store(job: Job, timeout_s: float) -> Store:
         reason = str(error).partition("\nException raised from")[0].rstrip(". ")
         if is_master:
             raise RuntimeError(
-                f"{_name(job, 0)} can't keep the job's store at {where}: {reason}. Is another program using the port, "
+                f"{named(job, 0)} can't keep the job's store at {where}: {reason}. Is another program using the port, "
                 "or an earlier run that has not ended? Is the address one of this host's?"
             ) from None
         raise RuntimeError(
-            f"{_name(job, job.rank)} can't reach the job's store at {where} within {timeout_s:g} s: {reason}. "
+            f"{named(job, job.rank)} can't reach the job's store at {where} within {timeout_s:g} s: {reason}. "
             f"{_keeper(job).capitalize()} keeps it: did it start, and do all processes know the same address? "
             f"({job.source} says so.)"
         ) from None
@@ -296,7 +293,7 @@ def _in_time(
         if failure is not None and watch is not None and now > failed_at + _STUCK_S:
             raise ReplicaFailedError(f"{describe(failure)}\n(This rank was {watch.position}.)")
         if roll is not None and roll.failure is not None and not wait([future], timeout=_SOON_S).done:
-            _raise_gone(job, roll.failure)
+            raise_gone(job, roll.failure)
         if now > deadline:
             where = "" if watch is None else f" {watch.where_is_everyone()}"
             raise DeadlineExceededError(
@@ -307,136 +304,8 @@ def _in_time(
     return future.result()
 
 
-def _wait_for_all(
-    store: Store,
-    job: Job,
-    description: Mapping[str, str],
-    timeout_s: float,
-    watch: FailureWatch | None = None,
-    roll: Roll | None = None,
-) -> None:
-    """Wait until all processes are here, and compare what they say about themselves as they come."""
-    _raise_if_failed(watch)
-    store.set(f"here/{job.rank}", json.dumps(description))
-    store.add("arrived", 1)
-    missing = [rank for rank in range(job.size) if rank != job.rank]
-    deadline = time.monotonic() + timeout_s
-    say_at = time.monotonic() + PATIENCE_S
-    launcher = os.getppid()
-    look_at = 0.0  # in between, one number says whether all are here
-    while missing:
-        is_late = time.monotonic() > deadline
-        ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
-        num_arrived = store.add("arrived", 0)
-        if roll is not None:
-            if job.hosted:
-                wait_in_round(store, job, launcher)
-            _look_who_is_gone(store, job, roll, num_arrived, missing)
-        if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
-            for rank, theirs in _arrived(store, missing).items():
-                missing.remove(rank)
-                _compare(store, job, description, rank, json.loads(theirs))
-            look_at = time.monotonic() + job.size * len(missing) * REQUEST_S
-        _raise_if_failed(watch)
-        if watch is not None and (gone := [rank for rank in ended if rank in missing]):
-            raise ReplicaFailedError(f"{_name(job, gone[0])} has ended its program.\n(This rank was {watch.position}.)")
-        if missing and is_late:
-            names = ", ".join(_name(job, rank) for rank in missing)
-            where = "" if watch is None else f" {watch.where_is_everyone()}"
-            raise DeadlineExceededError(
-                f"{names} did not make its strategy within {timeout_s:g} s. Every process must start, and make the "
-                f"same strategies in the same order.{where}"
-            )
-        if missing and time.monotonic() > say_at and (job.rank == 0 or 0 in missing):
-            say_at = deadline
-            logger.warning("Waiting for %s to make its strategy.", ", ".join(_name(job, rank) for rank in missing))
-        if missing:
-            time.sleep(max(_POLL_S, job.size * REQUEST_S))
-
-
-def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, missing: Sequence[int]) -> None:
-    """Raise if a rank has died before all have come; what its launcher says of it goes before what the others see.
-
-    If all have come, they have errors of their own, or ``_in_time`` finds who is gone.
-    """
-    failure = end_of(store, num_arrived)
-    if failure is None and roll.failure is not None:
-        time.sleep(_LAUNCHER_S if job.hosted else 0.0)
-        failure = end_of(store, store.add("arrived", 0)) or roll.failure
-    if failure is not None:
-        here = _arrived(store, missing)
-        absent = [rank for rank in missing if rank not in here]
-        if absent:
-            roll.tell(failure)
-            _raise_gone(job, failure, absent)
-
-
-def _raise_gone(job: Job, failure: Message, missing: Sequence[int] = ()) -> NoReturn:
-    text = describe(failure).replace(f"Rank {failure['rank']}", _name(job, failure["rank"]), 1)
-    absent = ", ".join(_name(job, rank) for rank in missing if rank != failure["rank"])
-    if failure["operation"] is None:
-        text += " Its own output says why, or the kernel's log."
-    if absent:
-        text += f" Not here yet: {absent}."
-    kind = DeadlineExceededError if failure.get("is_deadline") else ReplicaFailedError
-    raise kind(f"{text}\n(This rank was waiting for the others to start.)")
-
-
-def _arrived(store: Store, missing: Sequence[int]) -> dict[int, bytes]:
-    """Return what those ranks say that are here by now."""
-    keys = {rank: f"here/{rank}" for rank in missing}
-    if not store.check(list(keys.values())):
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
-
-
-def _compare(store: Store, job: Job, description: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> None:
-    """Check that another process describes itself as this one does.
-
-    Raises:
-        DisagreementError: it does not.
-    """
-    names = [name for name in {**description, **theirs} if description.get(name) != theirs.get(name)]
-    if not names:
-        return
-    rows = [
-        f"  {name}: rank {job.rank} has {description.get(name, 'nothing')}, rank {other} has "
-        f"{theirs.get(name, 'nothing')}"
-        for name in names
-    ]
-    # The store may end with this process: let the other one read what it needs to say the same.
-    store.set(f"differs/{job.rank}", "")
-    deadline = time.monotonic() + _LAST_WORDS_S
-    while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    raise DisagreementError(
-        "The processes of this job are not set up alike:\n"
-        + "\n".join(rows)
-        + "\nStart all of them with the same cluster, library versions, strategy and options."
-    )
-
-
-def _raise_if_failed(watch: FailureWatch | None) -> None:
-    if watch is not None and watch.failure is not None and not watch.recover():
-        raise ReplicaFailedError(f"{describe(watch.failure)}\n(This rank was {watch.position}.)")
-
-
-def _name(job: Job, rank: int) -> str:
-    """Return a rank with its task and address, where the cluster says them."""
-    tasks = [
-        (job_name, index)
-        for job_name in ("chief", "worker")
-        if job_name in job.cluster_spec.jobs
-        for index in job.cluster_spec.task_indices(job_name)
-    ]
-    if len(tasks) != job.size or job.task_type is None:
-        return f"Rank {rank}"
-    task_type, task_id = tasks[rank]
-    return f"Rank {rank} ({task_type} {task_id} at {job.cluster_spec.task_address(task_type, task_id)})"
-
-
 def _keeper(job: Job) -> str:
-    return "the launcher" if job.hosted else _name(job, 0)
+    return "the launcher" if job.hosted else named(job, 0)
 
 
 def _host_identity() -> str:

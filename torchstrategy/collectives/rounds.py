@@ -1,4 +1,4 @@
-"""Which processes belong together in a store that outlives them: those of one round of their launcher.
+"""Who belongs together in a job's store, and the wait until all of them are there.
 
 ``torchrun`` keeps one store for all rounds of a job, and says nothing in a worker's environment that differs between
 rounds and is equal on all hosts: each host counts its own workers' failures only, and one that comes later begins at 0.
@@ -8,23 +8,39 @@ waits for them: who comes before rank 0 finds an earlier round.
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
-from torchstrategy.collectives.joining import store_of_job
-from torchstrategy.errors import DeadlineExceededError
+from torchstrategy.collectives.connections import Message
+from torchstrategy.collectives.failures import FailureWatch, describe
+from torchstrategy.collectives.joining import Roll, end_of, store_of_job
+from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
-__all__ = ["PATIENCE_S", "REQUEST_S", "enter_round", "mark_as_of_one_round", "wait_in_round"]
+__all__ = [
+    "PATIENCE_S",
+    "enter_round",
+    "mark_as_of_one_round",
+    "named",
+    "raise_gone",
+    "raise_if_failed",
+    "wait_for_all",
+]
 
-_POLL_S = 0.02
+_ROUND_POLL_S = 0.02
+_POLL_S = 0.01
+_LAST_WORDS_S = 3.0
+_LAUNCHER_S = 0.5
 #: When a process that waits for others says so.
 PATIENCE_S = 10.0
-#: What each request costs the store; hundreds of processes ask it.
-REQUEST_S = 50e-6
+# What each request costs the store; hundreds of processes ask it.
+_REQUEST_S = 50e-6
 _NUMBER = "torchstrategy/rounds"
 _ONE = "torchstrategy/one_round"
 
@@ -34,7 +50,7 @@ def mark_as_of_one_round(store: Store) -> None:
     store.set(_ONE, "")
 
 
-def wait_in_round(own: Store, job: Job, launcher: int) -> None:
+def _wait_in_round(own: Store, job: Job, launcher: int) -> None:
     """Let the others know that rank 0 waits; called by each rank again and again while it does.
 
     Args:
@@ -93,10 +109,168 @@ def enter_round(store: Store, job: Job, deadline: float) -> int:
         if time.monotonic() > say_at:
             say_at = deadline
             logger.warning("Waiting for rank 0 to make its strategy.")
-        time.sleep(max(_POLL_S, job.size * REQUEST_S))
+        time.sleep(max(_ROUND_POLL_S, job.size * _REQUEST_S))
 
 
 def _check_launcher(pid: int) -> None:
     """Check that this process's launcher is there: an orphan must not meet the processes of a later round."""
     if os.getppid() != pid:
         raise RuntimeError("This process's launcher has ended, so it takes part in no further round of the job.")
+
+
+def wait_for_all(
+    store: Store,
+    job: Job,
+    description: Mapping[str, str],
+    timeout_s: float,
+    watch: FailureWatch | None = None,
+    roll: Roll | None = None,
+) -> None:
+    """Wait until all processes are here, and compare what they say about themselves as they come.
+
+    Args:
+        store: of this meeting; each one begins with an empty store.
+        job: the processes.
+        description: what must be equal everywhere, by name.
+        timeout_s: seconds to wait for the others.
+        watch: knows of failures once all have joined; ``None`` while they gather.
+        roll: who is there while they gather.
+
+    Raises:
+        DisagreementError: another process describes itself differently.
+        DeadlineExceededError: another process did not come.
+        ReplicaFailedError: another process failed, or has ended.
+    """
+    raise_if_failed(watch)
+    store.set(f"here/{job.rank}", json.dumps(description))
+    store.add("arrived", 1)
+    missing = [rank for rank in range(job.size) if rank != job.rank]
+    deadline = time.monotonic() + timeout_s
+    say_at = time.monotonic() + PATIENCE_S
+    launcher = os.getppid()
+    look_at = 0.0  # in between, one number says whether all are here
+    while missing:
+        is_late = time.monotonic() > deadline
+        ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
+        num_arrived = store.add("arrived", 0)
+        if roll is not None:
+            if job.hosted:
+                _wait_in_round(store, job, launcher)
+            _look_who_is_gone(store, job, roll, num_arrived, missing)
+        if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
+            for rank, theirs in _arrived(store, missing).items():
+                missing.remove(rank)
+                _compare(store, job, description, rank, json.loads(theirs))
+            look_at = time.monotonic() + job.size * len(missing) * _REQUEST_S
+        raise_if_failed(watch)
+        if watch is not None and (gone := [rank for rank in ended if rank in missing]):
+            raise ReplicaFailedError(f"{named(job, gone[0])} has ended its program.\n(This rank was {watch.position}.)")
+        if missing and is_late:
+            names = ", ".join(named(job, rank) for rank in missing)
+            where = "" if watch is None else f" {watch.where_is_everyone()}"
+            raise DeadlineExceededError(
+                f"{names} did not make its strategy within {timeout_s:g} s. Every process must start, and make the "
+                f"same strategies in the same order.{where}"
+            )
+        if missing and time.monotonic() > say_at and (job.rank == 0 or 0 in missing):
+            say_at = deadline
+            logger.warning("Waiting for %s to make its strategy.", ", ".join(named(job, rank) for rank in missing))
+        if missing:
+            time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+
+
+def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, missing: Sequence[int]) -> None:
+    """Raise if a rank has died before all have come; what its launcher says of it goes before what the others see.
+
+    If all have come, they have errors of their own, or ``_in_time`` finds who is gone.
+    """
+    failure = end_of(store, num_arrived)
+    if failure is None and roll.failure is not None:
+        time.sleep(_LAUNCHER_S if job.hosted else 0.0)
+        failure = end_of(store, store.add("arrived", 0)) or roll.failure
+    if failure is not None:
+        here = _arrived(store, missing)
+        absent = [rank for rank in missing if rank not in here]
+        if absent:
+            roll.tell(failure)
+            raise_gone(job, failure, absent)
+
+
+def raise_gone(job: Job, failure: Message, missing: Sequence[int] = ()) -> NoReturn:
+    """Raise what says which rank is gone, and which ones have not come.
+
+    Args:
+        job: the processes.
+        failure: what is known of it, as in ``lost_record``.
+        missing: the ranks that are not here.
+
+    Raises:
+        DeadlineExceededError: that rank has waited for too long.
+        ReplicaFailedError: it failed or has died.
+    """
+    text = describe(failure).replace(f"Rank {failure['rank']}", named(job, failure["rank"]), 1)
+    absent = ", ".join(named(job, rank) for rank in missing if rank != failure["rank"])
+    if failure["operation"] is None:
+        text += " Its own output says why, or the kernel's log."
+    if absent:
+        text += f" Not here yet: {absent}."
+    kind = DeadlineExceededError if failure.get("is_deadline") else ReplicaFailedError
+    raise kind(f"{text}\n(This rank was waiting for the others to start.)")
+
+
+def _arrived(store: Store, missing: Sequence[int]) -> dict[int, bytes]:
+    """Return what those ranks say that are here by now."""
+    keys = {rank: f"here/{rank}" for rank in missing}
+    if not store.check(list(keys.values())):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
+
+
+def _compare(store: Store, job: Job, description: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> None:
+    """Check that another process describes itself as this one does.
+
+    Raises:
+        DisagreementError: it does not.
+    """
+    names = [name for name in {**description, **theirs} if description.get(name) != theirs.get(name)]
+    if not names:
+        return
+    rows = [
+        f"  {name}: rank {job.rank} has {description.get(name, 'nothing')}, rank {other} has "
+        f"{theirs.get(name, 'nothing')}"
+        for name in names
+    ]
+    # The store may end with this process: let the other one read what it needs to say the same.
+    store.set(f"differs/{job.rank}", "")
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    raise DisagreementError(
+        "The processes of this job are not set up alike:\n"
+        + "\n".join(rows)
+        + "\nStart all of them with the same cluster, library versions, strategy and options."
+    )
+
+
+def raise_if_failed(watch: FailureWatch | None) -> None:
+    """Raise if a rank has failed, unless all had that failure at the same point.
+
+    Raises:
+        ReplicaFailedError: it has.
+    """
+    if watch is not None and watch.failure is not None and not watch.recover():
+        raise ReplicaFailedError(f"{describe(watch.failure)}\n(This rank was {watch.position}.)")
+
+
+def named(job: Job, rank: int) -> str:
+    """Return a rank with its task and address, where the cluster says them."""
+    tasks = [
+        (job_name, index)
+        for job_name in ("chief", "worker")
+        if job_name in job.cluster_spec.jobs
+        for index in job.cluster_spec.task_indices(job_name)
+    ]
+    if len(tasks) != job.size or job.task_type is None:
+        return f"Rank {rank}"
+    task_type, task_id = tasks[rank]
+    return f"Rank {rank} ({task_type} {task_id} at {job.cluster_spec.task_address(task_type, task_id)})"
