@@ -31,6 +31,8 @@ __all__ = [
     "Waiting",
     "ask_for_report",
     "find_processes",
+    "stack_of_program",
+    "stacks_of_others",
     "stacks_of_threads",
     "stall_seconds",
     "watch_for_stalls",
@@ -40,6 +42,11 @@ _DEFAULT_S = 60.0
 #: Something that happens for the first time may compile, read or download before.
 _FIRST = 5.0
 _LONGEST_SLEEP_S = 5.0
+_MAX_FRAMES = 12
+_MAX_LINE = 300
+_MAX_CHARS = 100_000
+# Threads of this name run replicas; between their turns they wait in that module.
+_REPLICA_THREADS, _REPLICA_WAITS = "torchstrategy-replica-", "torchstrategy.replicas.runner"
 
 
 def stall_seconds() -> float:
@@ -153,6 +160,44 @@ def stacks_of_threads(threads: Sequence[threading.Thread]) -> list[str]:
         frame = frames.get(thread.ident or 0)
         if frame is not None:
             lines += [f"--- {thread.name}", *(line.rstrip() for line in traceback.format_stack(frame))]
+    return lines
+
+
+def stacks_of_others() -> str:
+    """Return the stack of every thread of this process but the calling one, innermost call last; what fits a message.
+
+    Also of threads that ``threading`` does not know.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    text = "\n".join(
+        sorted(
+            f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+        )
+    )
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}\n[...]"
+
+
+def stack_of_program(main_thread: int) -> list[str]:
+    """Return where a program is, and each replica that runs in a thread of its own; short, innermost call last.
+
+    Args:
+        main_thread: the identifier of the thread that runs the program.
+    """
+    frames = sys._current_frames()
+    shown = {main_thread: ""}
+    for thread in threading.enumerate():
+        if thread.name.startswith(_REPLICA_THREADS) and thread.ident is not None:
+            shown[thread.ident] = f"in the thread {thread.name}:"
+    lines = []
+    for ident, title in shown.items():
+        frame = frames.get(ident)
+        if frame is None or (title and frame.f_globals.get("__name__") == _REPLICA_WAITS):
+            continue
+        lines += [title] if title else []
+        for entry in traceback.extract_stack(frame)[-_MAX_FRAMES:]:
+            lines.append(f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"[:_MAX_LINE])
     return lines
 
 

@@ -11,7 +11,6 @@ import multiprocessing.util
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -22,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
-from torchstrategy.base.stalls import Requests, Stall
+from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
@@ -33,8 +32,6 @@ _ANSWER_S = 2.0
 _FELLOWS_S = 10.0
 _ASK_AGAIN_S = 0.05
 _MAX_TEXT = 2000
-_MAX_FRAMES = 12
-_MAX_LINE = 300
 _LEFT = "has ended its program"
 _DIED = "does not answer: its process has died (its connection closed)"
 _SILENT = (
@@ -44,8 +41,6 @@ _SILENT = (
 _NO_ANSWER = "does not answer (killed, stopped, cut off, or native code keeps its interpreter)"
 _WITH_A_VERB = ("has", "does", "can't")  # begins that the summary says, too
 _CUT_OFF = "can't be asked: the first rank of its host or of this one, which passes messages on, does not answer"
-# Threads of this name run replicas; between their turns they wait in that module.
-_REPLICA_THREADS, _REPLICA_WAITS = "torchstrategy-replica-", "torchstrategy.replicas.runner"
 
 Record = dict[str, Any]
 
@@ -233,7 +228,7 @@ class FailureWatch:
     def _stall_of(self, begin: str, lines: list[list[str]], text: str, arrived: list[int]) -> Stall:
         stacks = []
         for rank, (place, *stack) in enumerate(lines):
-            frames = self._stack() if rank == self._rank else stack
+            frames = stack_of_program(self._main_thread) if rank == self._rank else stack
             stacks += [f"--- rank {rank}: {place}", *(f"  {frame}" for frame in frames)]
         summary = text.partition("Where each rank is:")[0]
         others = [(rank, place) for rank, (place, *_) in enumerate(lines) if rank not in arrived]
@@ -303,7 +298,7 @@ class FailureWatch:
         with self._changed:
             if kind == "where?":
                 place = self.position[:_MAX_TEXT]
-                self._plane.post("where", [body, "\n".join([place, *self._stack()])], to=sender)
+                self._plane.post("where", [body, "\n".join([place, *stack_of_program(self._main_thread)])], to=sender)
             elif kind == "failed":
                 self._learn(sender, *body)
             elif kind == "aware?":
@@ -343,23 +338,6 @@ class FailureWatch:
                 return
             self._silent.discard(rank)
         logger.warning("Rank %d answers again.", rank)
-
-    def _stack(self) -> list[str]:
-        """Return where the program is, and each replica that runs in a thread of its own; innermost call last."""
-        frames = sys._current_frames()
-        shown = {self._main_thread: ""}
-        for thread in threading.enumerate():
-            if thread.name.startswith(_REPLICA_THREADS) and thread.ident is not None:
-                shown[thread.ident] = f"in the thread {thread.name}:"
-        lines = []
-        for ident, title in shown.items():
-            frame = frames.get(ident)
-            if frame is None or (title and frame.f_globals.get("__name__") == _REPLICA_WAITS):
-                continue
-            lines += [title] if title else []
-            for entry in traceback.extract_stack(frame)[-_MAX_FRAMES:]:
-                lines.append(f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"[:_MAX_LINE])
-        return lines
 
     # --- elsewhere
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 
 from torchstrategy.base.log import logger
+from torchstrategy.base.stalls import stacks_of_others
 from torchstrategy.ps.coordinator.cluster import Cluster
 
-__all__ = ["Timers", "Watchdog", "stacks"]
+__all__ = ["Timers", "Watchdog"]
 
 
 class Timers:
@@ -113,20 +112,10 @@ class Watchdog:
             time.monotonic() - self._since,
             len(queue),
             self._cluster.describe_running(),
-            stacks(),
+            stacks_of_others(),
         )
         for worker in self._cluster.workers:
             if worker.in_flight:
                 worker.ask_for_stacks(partial(logger.warning, "Threads of %s:\n%s", worker.name))
             elif not worker.can_run:
                 logger.warning("%s", worker.describe())
-
-
-def stacks() -> str:
-    """Return the stacks of all other threads of this process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )

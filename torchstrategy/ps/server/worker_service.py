@@ -5,15 +5,14 @@ They are run with connections to the parameter servers, and a workshop.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchstrategy.base.log import logger
 from torchstrategy.base.names import set_default_dtype
+from torchstrategy.base.stalls import stacks_of_others
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.client import ParameterClient
@@ -28,21 +27,6 @@ from torchstrategy.ps.transport.messages import Message, RefusedError
 from torchstrategy.ps.workshop import Outcome, Workshop
 
 __all__ = ["WorkerBench", "WorkerService"]
-
-_MAX_CHARS = 100_000
-
-
-def all_stacks() -> str:
-    """Return the stack of every thread of this process, innermost call last; the calling thread is left out."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [
-        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    ]
-    text = "\n".join(sorted(parts))
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}\n[...]"
-
 
 _STOP_S = 1.0
 
@@ -97,7 +81,7 @@ class WorkerService:
         if message.kind == "ping":
             return Message("ok", {})
         if message.kind == "stacks":
-            return Message("stacks", {"text": f"{self.describe()}\n\n{all_stacks()}"})
+            return Message("stacks", {"text": f"{self.describe()}\n\n{stacks_of_others()}"})
         if message.kind not in (*KINDS, "cancel"):
             raise ValueError(f"A worker knows no request {message.kind!r}.")
         assignment = self._assignment(session)
