@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import torchstrategy as ts
 from tests.programs import Lines
 from torchstrategy.collectives import record_group
-from torchstrategy.testing.faults import Fault
+from torchstrategy.testing.faults import Fault, message_fault
 
 
 def rank() -> int:
@@ -134,6 +135,33 @@ def reduce_for_ever(num_floats: int, here: Path) -> None:
     (here / str(strategy.workers.rank)).write_text("")
     while True:
         strategy.reduce("SUM", tensor)
+
+
+def break_a_connection(rank_: int, message: int, num_floats: int) -> None:
+    """Sum tensors until something goes wrong; a rank's connection breaks at one of its messages, and it lives on."""
+    strategy = make_strategy(deadline_s=60.0)
+    tensor = torch.ones(num_floats)
+    strategy.reduce("SUM", tensor)
+    with message_fault("torn" if strategy.workers.rank == rank_ else None, at=message):
+        while True:
+            strategy.reduce("SUM", tensor)
+
+
+def end_one_after_the_other() -> list[str]:
+    """Train and close, the last rank first; return what was logged as a warning or worse."""
+    lines = Lines()
+    lines.setLevel(logging.WARNING)
+    strategy = make_strategy()
+    watch, own = strategy.workers.watch, strategy.workers.rank
+    for _ in range(3):
+        strategy.reduce("SUM", torch.ones(20_000))
+    if own < strategy.workers.size - 1:
+        while not watch.has_left(own + 1):
+            time.sleep(0.01)
+    del strategy
+    gc.collect()  # which closes the connections for data
+    watch.close()
+    return lines.lines
 
 
 def hold_the_lock(rank_: int, seconds: int) -> tuple[float, int]:

@@ -1,6 +1,7 @@
 """A rank that is killed, stopped, ended or fails at any step is named on all others, and nobody else is."""
 
 import random
+import re
 import signal
 import threading
 import time
@@ -169,6 +170,37 @@ def test_a_lost_message_ends_all_at_the_deadline(rank, inside):
 def test_half_a_message_ends_all(rank):
     for outcome in lose(3, Fault("torn", rank, 3), inside=True, deadline_s=3):
         assert isinstance(outcome.error, KINDS), outcome
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    ("size", "rank", "message", "num_floats", "what"),
+    [
+        (3, 1, 1, 1, "torch.float32[1]"),  # of a record
+        pytest.param(3, 1, 3, 3_000_000, "12,000,000 bytes", marks=pytest.mark.slow),  # of what is in shared memory
+    ],
+)
+def test_a_broken_connection_is_told_to_those_who_have_all_of_theirs(size, rank, message, num_floats, what):
+    with ts.testing.ProcessPool(size, launcher="TF_CONFIG") as pool:
+        outcomes = pool.outcomes(programs.break_a_connection, rank, message, num_floats)
+    for own, outcome in enumerate(outcomes):
+        # not at the deadline
+        assert isinstance(outcome.error, ts.errors.ReplicaFailedError), f"rank {own}: {outcome.error!r}"
+        found = re.search(
+            r"Rank (\d) has lost its connection to another rank in (.*) at programs\.py:\d+ \(break_a_connection\): "
+            r"the connection to rank (\d) broke: ",
+            str(outcome.error),
+        )
+        assert found, f"rank {own}: {outcome.error}"
+        assert {int(found[1]), int(found[3])} == {0, rank}
+        assert what in found[2]
+        assert blamed(outcome.error) == set()
+
+
+@pytest.mark.slow
+def test_ranks_that_end_one_after_the_other_have_lost_nobody():
+    with ts.testing.ProcessPool(3, launcher="TF_CONFIG") as pool:
+        assert pool.run(programs.end_one_after_the_other) == [[], [], []]
 
 
 def kill_at_some_time(tmp_path, size, program, *args, number, victim, delay_s):

@@ -58,6 +58,8 @@ waits. A rank that fails says so before it raises, and the others, also those th
   kernel says that the leader is stopped (``base/job.py``). TCP's keepalive can't do that: the kernel answers for
   stopped processes, too. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
   forgiven.
+- A **connection for data** that breaks though both ends live is seen by these two only, which tell all others. They do
+  so a moment later, in which the other end may be found dead, or says what has happened to it.
 - When **nothing goes on** for a minute (``TORCHSTRATEGY_STALL_S``), the first rank that waits logs who waits where and
   who has not come, and writes all ranks' stacks to a file (``base/stalls.py``). So does a process whose replicas wait
   for one of them. What happens for the first time has five times as long. ``torchstrategy doctor --job`` asks for the

@@ -129,15 +129,34 @@ class FailureWatch:
             "operation": operation[:_MAX_TEXT],
             "error": f"{type(error).__name__}: {error}"[:_MAX_TEXT],
             "num_collectives": self.num_collectives,
-            "num_passed": min(self.num_collectives, self._most_passed),
+            "num_passed": self._num_passed,
             "is_deadline": isinstance(error, DeadlineExceededError),
         }
         with self._changed:
             self._failures[self._round][self._rank] = record
-            self._first = self._first or record
-            self._aware = {self._rank: self.num_collectives}
-            self._plane.post("failed", [self._round, record])
-            self._wait(lambda: len(self._aware.keys() | self._absent.keys()) == self._size, _ANSWER_S)
+            self._tell(record)
+
+    def report_lost(self, how: str) -> None:
+        """Tell the other ranks, as ``report`` does, that this one has lost another, which they may still reach.
+
+        Args:
+            how: in which operation, and why, as a part of a sentence.
+        """
+        with self._changed:
+            gone = "".join(f". Rank {rank} {what}" for rank, what in sorted(self._absent.items()))
+            counts = {"num_collectives": self.num_collectives, "num_passed": self._num_passed}
+            self._tell({**lost_record(self._rank, how[:_MAX_TEXT] + gone), **counts})
+
+    def _tell(self, record: Record) -> None:
+        """Send this rank's failure to the others, and wait until they know; the lock is held."""
+        self._first = self._first or record
+        self._aware = {self._rank: self.num_collectives}
+        self._plane.post("failed", [self._round, record])
+        self._wait(lambda: len(self._aware.keys() | self._absent.keys()) == self._size, _ANSWER_S)
+
+    @property
+    def _num_passed(self) -> int:
+        return min(self.num_collectives, self._most_passed)
 
     def note_given_up(self) -> None:
         """Take notice that this rank leaves its latest collective before the end."""

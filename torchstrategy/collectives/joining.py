@@ -32,7 +32,7 @@ from torchstrategy.collectives.connections import (
 )
 from torchstrategy.errors import DeadlineExceededError
 
-__all__ = ["Channel", "Roll", "connect_ranks", "end_of", "report_end", "store_of_job"]
+__all__ = ["Channel", "Roll", "connect_ranks", "end_of", "lost_connection", "report_end", "store_of_job"]
 
 _CALL_S = 5.0
 _MOST_TOLD = 10_000
@@ -251,11 +251,13 @@ class Channel:
 
     Args:
         connection: a connected stream socket, which the channel takes over.
+        rank: the other end's.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, rank: int) -> None:
         connection.settimeout(_POLL_S)
         self.socket = connection
+        self._rank = rank
         self._pending = bytearray()  # the other rank may be one message ahead
 
     def send(self, message: bytes | memoryview, check: Check) -> None:
@@ -266,13 +268,17 @@ class Channel:
             check: called while waiting; may raise to end the wait, after which the channel can't be used.
 
         Raises:
-            ConnectionError: the other rank has closed the connection.
+            ConnectionError: the connection is broken, or the other rank has closed it.
         """
         rest = memoryview(message)
         while rest:
-            with contextlib.suppress(TimeoutError):
+            try:
                 rest = rest[self.socket.send(rest) :]
                 continue
+            except TimeoutError:
+                pass
+            except OSError as error:
+                raise lost_connection(self._rank, error) from None
             check()
 
     def receive(self, size: int, check: Check) -> bytes:
@@ -292,16 +298,29 @@ class Channel:
 
     def _read(self, size: int, check: Check) -> None:
         while True:
-            part = None
-            with contextlib.suppress(TimeoutError):
+            try:
                 part = self.socket.recv(size)
+            except TimeoutError:
+                part = None
+            except OSError as error:
+                raise lost_connection(self._rank, error) from None
             if part is None:
                 check()
                 continue
             if not part:
-                raise ConnectionError("connection closed by peer")
+                raise lost_connection(self._rank)
             self._pending += part
             return
+
+
+def lost_connection(rank: int, reason: object = "closed by the other end") -> ConnectionError:
+    """Return the error of a connection to a rank that broke.
+
+    Args:
+        rank: the other end's.
+        reason: what the system says.
+    """
+    return ConnectionError(f"the connection to rank {rank} broke: {reason}")
 
 
 def connect_ranks(
@@ -336,7 +355,7 @@ def connect_ranks(
     try:
         for other, call in calls.items():
             try:
-                channels[other] = Channel(call(max(0.1, deadline - time.monotonic())))
+                channels[other] = Channel(call(max(0.1, deadline - time.monotonic())), other)
             except OSError as error:
                 raise ConnectionError(f"rank {rank} can't connect to rank {other}: {error}") from error
             channels[other].send(key + rank.to_bytes(_RANK_BYTES, "little"), check)
@@ -348,7 +367,7 @@ def connect_ranks(
                     raise TimeoutError(f"rank {absent} did not connect to rank {rank} within {timeout_s:g} s")
                 for connection, greeting in door.wait(_POLL_S):
                     other = int.from_bytes((greeting or b"")[len(key) :], "little")
-                    channels[other] = Channel(connection)
+                    channels[other] = Channel(connection, other)
                     missing.discard(other)
     except BaseException:
         for channel in channels.values():

@@ -300,7 +300,7 @@ class WorkerGroup(RecordGroup):
 
     def _finish(self, wait: Wait, operation: str, backend: SumBackend, num_bytes: int) -> None:
         with label("move", operation, num_bytes, "bytes by", route_of(backend)):
-            self._guarded(operation, wait)
+            self._guarded(operation, wait, [f"{num_bytes:,} bytes"])
 
 
 def _raise_broken(reason: str, check: Check) -> None:

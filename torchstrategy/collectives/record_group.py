@@ -37,6 +37,7 @@ __all__ = ["RecordGroup", "check_equal"]
 
 # How long data of a rank that has failed may be under way.
 _ON_ITS_WAY_S = 5.0
+_MOST_NAMED = 4  # tensors in an error
 
 _Result = TypeVar("_Result")
 
@@ -176,7 +177,7 @@ class RecordGroup:
         head = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode() + b"\n"
         body = head + data if data else head
         self._checker(operation)()
-        receive = self._guarded(operation, lambda check: self._records.start(body, check))
+        receive = self._guarded(operation, lambda check: self._records.start(body, check), payload)
         self.watch.position = f"after the start of {where}"
 
         def finish() -> tuple[list[Any], list[bytes]]:
@@ -184,7 +185,7 @@ class RecordGroup:
             self._waiting.begin(is_first=operation not in self._operations)
             try:
                 with label("wait", operation, len(body), "bytes in a message"):
-                    bodies = self._guarded(operation, receive)
+                    bodies = self._guarded(operation, receive, payload)
             finally:
                 self._waiting.end()
             self._operations.add(operation)
@@ -228,13 +229,19 @@ class RecordGroup:
             "whose order may differ from rank to rank: make them in one thread."
         )
 
-    def _guarded(self, operation: str, act: Callable[[Check], _Result]) -> _Result:
-        """Do what depends on other ranks, and turn a lost connection into an error that says who is missing."""
+    def _guarded(self, operation: str, act: Callable[[Check], _Result], brought: Any) -> _Result:
+        """Do what depends on other ranks, and turn a lost connection into an error that says who is missing.
+
+        Args:
+            operation: as in ``exchange``.
+            act: does it.
+            brought: the payload, or as a list what tensors there are.
+        """
         try:
             return act(self._checker(operation, self.watch.num_collectives))
         except ConnectionError as error:
             self.watch.note_given_up()
-            self._raise_lost(operation, error)
+            self._raise_lost(operation, error, brought)
         except BaseException:
             self.give_up(f"{operation} was given up")
             raise
@@ -275,7 +282,8 @@ class RecordGroup:
         if failure["rank"] == self.rank:
             raise self._broken_as(
                 f"{operation} can't be carried out: this rank failed earlier, and others did not, so that the ranks "
-                f"are no longer at the same point. Start the job again. The failure was: {failure['error']}"
+                f"are no longer at the same point. Start the job again. The failure was: "
+                f"{failure['error'] if failure['operation'] else describe(failure)}"
             )
         if failure.get("is_deadline"):  # another rank has waited longer, for the same one
             text = failure["error"].partition(": ")[2]
@@ -284,14 +292,15 @@ class RecordGroup:
             ) from None
         raise ReplicaFailedError(f"{describe(failure)}\n(This rank was waiting for it in {operation}.)") from None
 
-    def _raise_lost(self, operation: str, error: Exception) -> NoReturn:
-        self.watch.wait_for_report(1.0)
+    def _raise_lost(self, operation: str, error: Exception, brought: Any = None) -> NoReturn:
+        self.watch.wait_for_report(1.0)  # if the other rank has died, that says more
         self._raise_if_failed(operation)
         self._broken = f"the connection to another rank broke in {operation}"
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
-        raise ReplicaFailedError(
-            f"{operation}: the connection to another rank broke. {self.watch.where_is_everyone()}\n({reason})"
-        ) from None
+        where = f"{operation}{_about(brought)} at {call_site()}"
+        how = f"has lost its connection to another rank in {where}: {reason}"
+        self.watch.report_lost(how)
+        raise ReplicaFailedError(f"Rank {self.rank} {how}. {self.watch.where_is_everyone()}") from None
 
 
 def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
@@ -307,6 +316,17 @@ def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
     """
     if any(other != brought[0] for other in brought):
         raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{_differences(brought)}")
+
+
+def _about(brought: Any) -> str:
+    """Say what tensors a rank has brought to an operation, if the payload says it."""
+    match brought:
+        case [[*shape], str(dtype)]:
+            return f" ({dtype}{shape})"
+        case [str(), *_] if all(isinstance(one, str) for one in brought):
+            more = f" and {len(brought) - _MOST_NAMED} more" if len(brought) > _MOST_NAMED else ""
+            return f" ({', '.join(brought[:_MOST_NAMED])}{more})"
+    return ""
 
 
 def _differences(brought: Sequence[Any]) -> str:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import BACKLOG, Check
-from torchstrategy.collectives.joining import Channel, connect_ranks
+from torchstrategy.collectives.joining import Channel, connect_ranks, lost_connection
 from torchstrategy.collectives.summing import (
     Chunk,
     Pack,
@@ -73,12 +73,14 @@ class SharedMemoryBackend:
         memory: the shared memory.
         peers: sockets to the other processes, by index.
         index: this process's position among them.
+        ranks: each process's rank.
     """
 
     route = "shared memory"
 
-    def __init__(self, memory: mmap.mmap, peers: Mapping[int, socket.socket], index: int) -> None:
+    def __init__(self, memory: mmap.mmap, peers: Mapping[int, socket.socket], index: int, ranks: Sequence[int]) -> None:
         self._index = index
+        self._ranks = ranks
         self._size = len(peers) + 1
         self._peers = dict(sorted(peers.items()))
         self._chunk_bytes = chunk_bytes(self._size)
@@ -257,13 +259,15 @@ class SharedMemoryBackend:
         """Tell the others that this rank took a step; return the mark at which they have taken it, too."""
         self._sent += 1
         byte = bytes([self._sent & 0xFF])
-        for peer in self._peers.values():
+        for index, peer in self._peers.items():
             while True:
                 try:
                     peer.send(byte)
                     break
                 except BlockingIOError:
                     check()
+                except OSError as error:
+                    raise lost_connection(self._ranks[index], error) from None
         return self._sent
 
     def _wait(self, mark: int, check: Check) -> None:
@@ -279,8 +283,10 @@ class SharedMemoryBackend:
             except BlockingIOError:
                 check()
                 continue
+            except OSError as error:
+                raise lost_connection(self._ranks[rank], error) from None
             if not steps:
-                raise ConnectionError("connection closed by peer")
+                raise lost_connection(self._ranks[rank])
             self._arrived[rank] += len(steps)
             if steps[-1] != self._arrived[rank] & 0xFF:
                 raise ConnectionError("the ranks lost step in shared memory")
@@ -333,7 +339,7 @@ def share_memory(
             return reason
         problem = ""
         try:
-            backend = _connect(listener, [cards[other] for other in local], index, descriptor, check)
+            backend = _connect(listener, cards, local, index, descriptor, check)
         except OSError as error:
             problem = str(error)
         return _reasons(exchange(problem)) or backend
@@ -367,21 +373,26 @@ def _allocate(size: int) -> int:
 
 
 def _connect(
-    listener: socket.socket, cards: Sequence[Sequence[str]], index: int, descriptor: int | None, check: Check
+    listener: socket.socket,
+    cards: Sequence[Sequence[str]],
+    local: Sequence[int],
+    index: int,
+    descriptor: int | None,
+    check: Check,
 ) -> SharedMemoryBackend | None:
     """Connect to the other ranks of this host and share the first one's memory; ``None`` if there are no others."""
-    if len(cards) == 1:
+    if len(local) == 1:
         return None
-    calls = {other: functools.partial(_call, cards[other][0]) for other in range(index)}
-    answers = range(index + 1, len(cards))
-    channels = connect_ranks(listener, index, calls, answers, cards[0][1].encode(), _SET_UP_S, check)
+    calls = {other: functools.partial(_call, cards[local[other]][0]) for other in range(index)}
+    answers = range(index + 1, len(local))
+    channels = connect_ranks(listener, index, calls, answers, cards[local[0]][1].encode(), _SET_UP_S, check)
     try:
         memory = _share(channels, descriptor, check)
     except BaseException:
         for channel in channels.values():
             channel.close()
         raise
-    return SharedMemoryBackend(memory, {other: channel.socket for other, channel in channels.items()}, index)
+    return SharedMemoryBackend(memory, {other: channel.socket for other, channel in channels.items()}, index, local)
 
 
 def _share(channels: Mapping[int, Channel], descriptor: int | None, check: Check) -> mmap.mmap:
