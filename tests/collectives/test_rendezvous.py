@@ -14,7 +14,7 @@ import torchstrategy as ts
 from torchstrategy.base import addresses
 from torchstrategy.base.job import Job
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.collectives import rendezvous
+from torchstrategy.collectives import rendezvous, rounds
 from torchstrategy.collectives.joining import Roll, report_end, store_of_job
 from torchstrategy.collectives.rounds import mark_as_of_one_round, wait_for_all
 
@@ -48,6 +48,21 @@ def test_equal_processes_meet_and_others_differ():
 def test_those_that_do_not_come_are_named():
     errors = meet_all(HashStore(), ["1"] * 4, timeout_s=0.3, only=[0, 2])
     assert all("Rank 1, Rank 3 did not make its strategy within 0.3 s" in str(error) for error in errors)
+
+
+def test_who_is_waited_for_is_said_again_and_again(monkeypatch, caplog):
+    """Long before the end, in the words of the error at the end."""
+    for name in ("PATIENCE_S", "AGAIN_S"):
+        monkeypatch.setattr(rounds, name, 0.02)
+    cluster = ClusterSpec({"worker": ["a:1", "b:2"]})
+    with pytest.raises(ts.errors.DeadlineExceededError) as raised:
+        wait_for_all(HashStore(), job_of(0, 2, cluster_spec=cluster, task_type="worker", task_id=0), {}, 0.3)
+    why = "A process that does not come was not started, can't reach 127.0.0.1:1, or its program has not"
+    lines = [line for line in caplog.messages if "Rank 1 (worker 1 at b:2)" in line]
+    assert len(lines) > 1
+    assert all(line.startswith("Waiting for Rank 1") and why in line for line in lines)
+    assert str(raised.value).startswith("Rank 1 (worker 1 at b:2) did not make its strategy within 0.3 s.")
+    assert why in str(raised.value)
 
 
 def test_many_processes_ask_the_store_for_little():

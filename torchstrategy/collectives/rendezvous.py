@@ -26,7 +26,15 @@ from torchstrategy.base.log import call_site, logger
 from torchstrategy.collectives.connections import Ask, lookup_name
 from torchstrategy.collectives.failures import FailureWatch, describe
 from torchstrategy.collectives.joining import Roll, store_of_job
-from torchstrategy.collectives.rounds import PATIENCE_S, enter_round, named, raise_gone, raise_if_failed, wait_for_all
+from torchstrategy.collectives.rounds import (
+    AGAIN_S,
+    PATIENCE_S,
+    enter_round,
+    named,
+    raise_gone,
+    raise_if_failed,
+    wait_for_all,
+)
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["Rendezvous", "meet", "raise_lost_store"]
@@ -246,7 +254,7 @@ def _reach(job: Job, timeout_s: float) -> None:
         OSError: nothing does; also if the name does not resolve.
     """
     start = time.monotonic()
-    is_said = False
+    say_at = start + PATIENCE_S
     while True:
         remaining = start + timeout_s - time.monotonic()
         try:
@@ -257,8 +265,8 @@ def _reach(job: Job, timeout_s: float) -> None:
             is_over = job.hosted and isinstance(error, ConnectionRefusedError)
             if time.monotonic() > start + (min(timeout_s, _LAUNCHER_ENDED_S) if is_over else timeout_s):
                 raise
-        if not is_said and time.monotonic() > start + PATIENCE_S:
-            is_said = True
+        if time.monotonic() > say_at:
+            say_at += AGAIN_S
             logger.warning("Waiting for %s to listen at %s:%d.", _keeper(job), job.address, job.port)
         time.sleep(_KNOCK_S)
 

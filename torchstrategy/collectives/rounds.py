@@ -24,6 +24,7 @@ from torchstrategy.collectives.joining import Roll, end_of, store_of_job
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = [
+    "AGAIN_S",
     "PATIENCE_S",
     "enter_round",
     "mark_as_of_one_round",
@@ -37,8 +38,8 @@ _ROUND_POLL_S = 0.02
 _POLL_S = 0.01
 _LAST_WORDS_S = 3.0
 _LAUNCHER_S = 0.5
-#: When a process that waits for others says so.
-PATIENCE_S = 10.0
+#: When a process that waits for others says so, and after how long it says it again.
+PATIENCE_S, AGAIN_S = 10.0, 60.0
 # What each request costs the store; hundreds of processes ask it.
 _REQUEST_S = 50e-6
 _NUMBER = "torchstrategy/rounds"
@@ -104,11 +105,11 @@ def enter_round(store: Store, job: Job, deadline: float) -> int:
             others = f" (The last ones that met were {size} processes, and these are {job.size}.)" if size else ""
             raise DeadlineExceededError(
                 "Rank 0 did not make its strategy in time. Every process must start, and make the same strategies in "
-                f"the same order.{others}"
+                f"the same order.{_why_absent(job)}{others}"
             )
         if time.monotonic() > say_at:
-            say_at = deadline
-            logger.warning("Waiting for rank 0 to make its strategy.")
+            say_at += AGAIN_S
+            logger.warning("Waiting for rank 0 to make its strategy.%s", _why_absent(job))
         time.sleep(max(_ROUND_POLL_S, job.size * _REQUEST_S))
 
 
@@ -167,14 +168,15 @@ def wait_for_all(
             raise ReplicaFailedError(f"{named(job, gone[0])} has ended its program.\n(This rank was {watch.position}.)")
         if missing and is_late:
             names = ", ".join(named(job, rank) for rank in missing)
-            where = "" if watch is None else f" {watch.where_is_everyone()}"
+            where = _why_absent(job) if watch is None else f" {watch.where_is_everyone()}"
             raise DeadlineExceededError(
                 f"{names} did not make its strategy within {timeout_s:g} s. Every process must start, and make the "
                 f"same strategies in the same order.{where}"
             )
         if missing and time.monotonic() > say_at and (job.rank == 0 or 0 in missing):
-            say_at = deadline
-            logger.warning("Waiting for %s to make its strategy.", ", ".join(named(job, rank) for rank in missing))
+            say_at += AGAIN_S
+            names = ", ".join(named(job, rank) for rank in missing)
+            logger.warning("Waiting for %s to make its strategy.%s", names, "" if watch else _why_absent(job))
         if missing:
             time.sleep(max(_POLL_S, job.size * _REQUEST_S))
 
@@ -260,6 +262,13 @@ def raise_if_failed(watch: FailureWatch | None) -> None:
     """
     if watch is not None and watch.failure is not None and not watch.recover():
         raise ReplicaFailedError(f"{describe(watch.failure)}\n(This rank was {watch.position}.)")
+
+
+def _why_absent(job: Job) -> str:
+    return (
+        f" A process that does not come was not started, can't reach {job.address}:{job.port}, or its program has not "
+        "come to its strategy: it may hang before, or take long, as to read data."
+    )
 
 
 def named(job: Job, rank: int) -> str:
