@@ -152,12 +152,15 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_the_grace_is_used(monkeypatch):
+@pytest.mark.parametrize(("save_s", "reserved"), [(5.0, 2 * 5.0), (None, 30.0)])
+def test_the_grace_is_used(monkeypatch, save_s, reserved):
+    """But for what the last save took, twice; if there was none, for half of it."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     watcher = PreemptionWatcher(TerminationConfig(signals=(), grace_period=60))
     others = [None]
-    stop = AgreedStop(lambda own, what: [own, [*others, 0.0, 0.0, 5.0]], watcher)
+    checkpoint = ts.train.Checkpoint(step=torch.tensor(0))
+    stop = AgreedStop(lambda own, what: [own, [*others, 0.0, 0.0, save_s]], watcher, checkpoint)
     saved_at = None
     for step in range(100):
         now[0] += 2.0  # a step
@@ -168,7 +171,42 @@ def test_the_grace_is_used(monkeypatch):
             break
     watcher.close()
     assert saved_at is not None
-    assert 60 - 2 * (2 + 5) <= saved_at <= 60 - (2 + 5)
+    assert 60 - 2 * 2 - reserved <= saved_at <= 60 - 2 - reserved
+
+
+@pytest.fixture
+def known_saves(monkeypatch):
+    """How long the last save took, as far as it is known when it is asked whether to end; nobody ends."""
+    known = []
+    monkeypatch.setattr(AgreedStop, "is_due", lambda stop, **_: known.append(stop._checkpoint._background.write_s))
+    return known
+
+
+def test_how_long_a_save_takes_is_known(tmp_path, known_saves):
+    """To the handler, whoever saves; to the callback; to the hook of an Estimator."""
+    manager = ts.train.CheckpointManager(ts.train.Checkpoint(step=torch.tensor(0)), tmp_path / "handler", 2)
+    with PreemptionCheckpointHandler(None, manager) as handler:
+        handler.run(lambda: None)
+        manager.save(options=ts.train.CheckpointOptions(enable_async=True))
+        manager.sync()
+        handler.run(lambda: None)
+    model = ts.Model(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse")
+    backup = ts.callbacks.BackupAndRestore(tmp_path / "fit", 1, save_before_preemption=True)
+    model.fit(torch.ones(4, 1), torch.ones(4, 1), batch_size=2, callbacks=[backup], verbose=0)
+
+    def model_fn(features, labels, mode):
+        module = torch.nn.Linear(1, 1)
+        loss, optimizer = torch.nn.functional.mse_loss, torch.optim.SGD(module.parameters(), lr=0.1)
+        return ts.estimator.EstimatorSpec(mode, module=module, loss=loss, train_op=optimizer)
+
+    data = [(torch.ones(2, 1), torch.ones(2, 1))]
+    hooks = [ts.estimator.PreemptionHook()]
+    ts.estimator.Estimator(model_fn, tmp_path / "estimator").train(lambda: data, hooks=hooks)
+    is_known = [seconds is not None for seconds in known_saves]
+    assert is_known[:4] == [False, False, True, True]  # before the first call, after each of two, at the end
+    assert is_known[4:6] == [False, True]  # before the first batch, after it
+    assert is_known[-1]
 
 
 def job(folder, *, last=12, notice=None, rank=0, config=None, in_scope=False, number=signal.SIGTERM):

@@ -66,6 +66,18 @@ class Background:
         self._write: _Write | None = None
         self._threads: ThreadPoolExecutor | None = None  # one, which a program that ends waits for
         self._pid = 0
+        #: Seconds that the last write of this process took, by whatever thread; ``None`` if there was none.
+        self.write_s: float | None = None
+
+    def timed(self, put: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], None]:
+        """Return a function that does what ``put`` does, and notes how long that took from now on."""
+        begin = time.monotonic()
+
+        def put_and_note(content: dict[str, Any]) -> None:
+            put(content)
+            self.write_s = time.monotonic() - begin
+
+        return put_and_note
 
     def start(self, path: str, content: dict[str, Any], put: Callable[[dict[str, Any]], Any]) -> None:
         """Copy values, and begin to write them; the write before must be finished.

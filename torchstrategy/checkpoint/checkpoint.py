@@ -361,6 +361,7 @@ class Checkpoint(Group):
         tracked = self._track()
         strategy = strategy_of(tracked)
         self._finish()
+        put = self._background.timed(put)
         strategy._before_capture()
         # What needs all processes comes first: after it they write one after another, and report what went wrong.
         states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}

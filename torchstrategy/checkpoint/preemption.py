@@ -15,9 +15,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchstrategy.base.log import logger
+
+if TYPE_CHECKING:
+    from torchstrategy.checkpoint.checkpoint import Checkpoint
 
 __all__ = ["EXIT_STATUS", "AgreedStop", "PreemptionWatcher", "TerminationConfig"]
 
@@ -36,7 +39,8 @@ class TerminationConfig(NamedTuple):
             ``None`` asks nobody; signals are noticed in any case.
         exit_fn: called when all is saved; ``None`` ends the program with status 143.
         grace_period: seconds between a notice and the end of the machine, during which training may go on: it is saved
-            just before they are over. 0 saves at once.
+            just before they are over, with time for twice what the last save took. As long as none was made, half of
+            them is left for it. 0 saves at once.
         save_fn: called instead of saving a checkpoint.
         signals: those that are a notice, beside what the watcher says. SLURM sends SIGUSR1 or SIGUSR2 if it is told to
             (``--signal``), all others SIGTERM. Leave out one that ``faulthandler.register`` has.
@@ -264,17 +268,22 @@ class AgreedStop:
     Args:
         agree: given a value and what it is, returns every process's.
         watcher: this process's.
+        checkpoint: what is saved; ``None`` if this process takes no part in it.
     """
 
-    def __init__(self, agree: Callable[[Any, str], list[Any]], watcher: PreemptionWatcher) -> None:
+    def __init__(
+        self,
+        agree: Callable[[Any, str], list[Any]],
+        watcher: PreemptionWatcher,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         self._agree = agree
+        self._checkpoint = checkpoint
         self.watcher = watcher
         self._num_to_wait = 0
         self._last_time = time.monotonic()
         self._num_since = 0
         self._is_over = False
-        #: How long a save took, in seconds.
-        self.save_s = 0.0
 
     def is_due(self, *, at_once: bool) -> bool:
         """Say whether to save and end here; all processes call it equally often, and hear the same.
@@ -288,10 +297,11 @@ class AgreedStop:
         if self._num_since <= self._num_to_wait and not at_once:
             return False
         seconds = (time.monotonic() - self._last_time) / self._num_since
-        own = [self.watcher.preemption_message, self.watcher.elapsed, seconds, self.save_s]
+        save_s = 0.0 if self._checkpoint is None else self._checkpoint._background.write_s
+        own = [self.watcher.preemption_message, self.watcher.elapsed, seconds, save_s]
         reports = self._agree(own, "preemption")
         messages = [(rank, report[0]) for rank, report in enumerate(reports) if report[0] is not None]
-        step_s, save_s = max(report[2] for report in reports), max(report[3] for report in reports)
+        step_s = max(report[2] for report in reports)
         self._num_to_wait = 0 if len(reports) == 1 else min(_MOST_STEPS_BETWEEN, int(_POLL_S / max(step_s, 1e-3)))
         self._last_time, self._num_since = time.monotonic(), 0
         if not messages:
@@ -301,7 +311,9 @@ class AgreedStop:
                 self.watcher.note(f"{message} of rank {rank}")
         self._num_to_wait = 0  # from now on each step may be the last
         elapsed = max(report[1] for report in reports)
-        return bool(elapsed + 2 * (step_s + save_s) >= self.watcher.config.grace_period)
+        grace_s = self.watcher.config.grace_period
+        saves = [report[3] for report in reports if report[3] is not None]  # those that don't write know nothing
+        return bool(elapsed + 2 * step_s + (2 * max(saves) if saves else grace_s / 2) >= grace_s)
 
     def save_and_end(self, save: Callable[[], Any], what: str) -> None:
         """Save, which all processes do at this point, and end the program.

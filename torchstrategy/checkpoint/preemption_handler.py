@@ -95,7 +95,7 @@ class PreemptionCheckpointHandler:
         self._calls = _Calls()
         self._manager.checkpoint.preemption_handler = self._calls
         self._manager.restore_or_initialize()
-        self._stop = AgreedStop(self._agree, PreemptionWatcher(termination_config))
+        self._stop = AgreedStop(self._agree, PreemptionWatcher(termination_config), self._manager.checkpoint)
         self._is_inside = False
 
     @property

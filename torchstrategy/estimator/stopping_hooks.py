@@ -204,7 +204,9 @@ class PreemptionHook(SessionRunHook):
 
     @override
     def after_create_session(self, session: Session, coord: Session) -> None:
-        self._stop = AgreedStop(lambda value, what: session._exchange(what, value), PreemptionWatcher(self._config))
+        watcher = PreemptionWatcher(self._config)
+        checkpoint = session.checkpoint if self._saves(session) else None
+        self._stop = AgreedStop(lambda value, what: session._exchange(what, value), watcher, checkpoint)
         self._end_if_due(session, at_once=True)
 
     @override
@@ -220,10 +222,13 @@ class PreemptionHook(SessionRunHook):
             return
 
         def save() -> None:
-            if session.saver is not None and (session.is_chief or session.is_synchronous_group):
+            if self._saves(session):
                 session.saver.save(session.global_step)
 
         self._stop.save_and_end(save, f"global step {session.global_step} in {session.model_dir}")
+
+    def _saves(self, session: Session) -> bool:
+        return session.saver is not None and (session.is_chief or session.is_synchronous_group)
 
     @override
     def _release(self) -> None:

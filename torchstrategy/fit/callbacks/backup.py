@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ class BackupAndRestore(Callback):
         if self.model.distribute_strategy.is_chief:
             delete_leftovers(self.backup_dir)
         if self.save_before_preemption:
-            self._stop = AgreedStop(self._agree, PreemptionWatcher(self._termination))
+            self._stop = AgreedStop(self._agree, PreemptionWatcher(self._termination), checkpoint)
             self._leave_if_preempted(at_once=True)
 
     @override
@@ -221,12 +220,9 @@ class BackupAndRestore(Callback):
         metrics = self._objects().get("metrics", {})
         if metrics.keys() != manager.checkpoint._objects.get("metrics", {}).keys():  # some come with the first batch
             manager.checkpoint.metrics = metrics
-        begin = time.monotonic()
         with passing_over_write_errors(on_write_error or self.on_write_error, "BackupAndRestore"):
             manager.save()
             self._is_saved = True
-        if self._stop is not None:
-            self._stop.save_s = time.monotonic() - begin
         if self._position.step > 0:
             self._join(metrics)
         self._begin_random_numbers()
