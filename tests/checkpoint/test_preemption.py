@@ -321,7 +321,10 @@ def test_checkpoints_of_others_are_not_deleted(tmp_path):
     manager = ts.train.CheckpointManager(ts.train.Checkpoint(step=torch.tensor(0)), tmp_path, None)
     for _ in range(3):
         manager.save()
-    with pytest.raises(ValueError, match=r"the directory holds other checkpoints, such as .*ckpt-3, which would be"):
+    with pytest.raises(
+        ValueError,
+        match=r"the directory holds other checkpoints, such as 'ckpt-3', which would be .* or the CheckpointM",
+    ):
         PreemptionCheckpointHandler(None, ts.train.Checkpoint(step=torch.tensor(0)), tmp_path)
     assert len(manager.checkpoints) == 3
 
@@ -333,6 +336,8 @@ def test_mistakes(tmp_path):
         PreemptionCheckpointHandler(None, checkpoint)
     with pytest.raises(ValueError, match="checkpoint_dir must be None"):
         PreemptionCheckpointHandler(None, manager, tmp_path)
+    with pytest.raises(ValueError, match=r"save_freq=\.\.\.\) must be a positive number of calls, or None"):
+        PreemptionCheckpointHandler(None, manager, save_freq=0)
     with pytest.raises(TypeError, match="Received a Linear"):
         PreemptionCheckpointHandler(None, torch.nn.Linear(1, 1), tmp_path)
     with PreemptionCheckpointHandler(None, manager) as handler:

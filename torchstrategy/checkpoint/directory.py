@@ -17,7 +17,7 @@ from torchstrategy.base.log import warning_once
 from torchstrategy.checkpoint.archive import FORMAT, SUFFIX, read_seal, read_unchecked
 from torchstrategy.checkpoint.storage import list_files, open_file
 
-__all__ = ["Index", "Order", "index_path", "read_alone", "read_index", "read_or_rebuild"]
+__all__ = ["Index", "Order", "check_own", "index_path", "read_alone", "read_index", "read_or_rebuild"]
 
 _INDEX_NAME = "checkpoint"
 
@@ -111,6 +111,27 @@ def read_index(directory: str, filename: str | None = None, *, may_be_gone: bool
             f"{found.latest}."
         )
     return found
+
+
+def check_own(directory: str, name: str, argument: str, otherwise: str = "") -> None:
+    """Check that a directory holds no checkpoints of another name, which would be deleted when they are too many.
+
+    Args:
+        directory: the directory.
+        name: what the own ones' names begin with.
+        argument: what the directory was given as, for the message.
+        otherwise: what can be given instead of another directory, as the end of the message.
+
+    Raises:
+        ValueError: it does.
+    """
+    index = read_index(directory)
+    others = [other for other in (index.written if index else {}) if not other.startswith(f"{name}-")]
+    if others:
+        raise ValueError(
+            f"{argument}={directory!r}: the directory holds other checkpoints, such as {others[-1]!r}, which would be "
+            f"deleted. Give it a directory of its own{otherwise}."
+        )
 
 
 def read_or_rebuild(directory: str, filename: str | None = None, *, with_old: bool = True) -> Index | None:

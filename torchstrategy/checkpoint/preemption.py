@@ -22,7 +22,7 @@ from torchstrategy.base.log import logger
 if TYPE_CHECKING:
     from torchstrategy.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["EXIT_STATUS", "AgreedStop", "PreemptionWatcher", "TerminationConfig"]
+__all__ = ["EXIT_STATUS", "AgreedStop", "PreemptionWatcher", "TerminationConfig", "check_positive"]
 
 #: As a process that SIGTERM has ended; what starts jobs again takes it for an interruption, and not for a failure.
 EXIT_STATUS = 128 + signal.SIGTERM
@@ -344,6 +344,16 @@ def _check(config: TerminationConfig) -> None:
             f"TerminationConfig: the deadline of {config.deadline:g} s is before the end of the grace_period of "
             f"{config.grace_period:g} s."
         )
+
+
+def check_positive(value: Any, argument: str, expected: str) -> None:
+    """Check that an argument is an integer from 1.
+
+    Raises:
+        ValueError: it is not; with what was expected, as the caller says it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{argument} must be {expected}. Received: {value!r}")
 
 
 def _name(number: int) -> str:

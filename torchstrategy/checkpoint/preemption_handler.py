@@ -9,8 +9,9 @@ from typing import Any
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.checkpoint.checkpoint import Checkpoint
+from torchstrategy.checkpoint.directory import check_own
 from torchstrategy.checkpoint.manager import CheckpointManager
-from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
+from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig, check_positive
 
 __all__ = ["PreemptionCheckpointHandler"]
 
@@ -62,10 +63,9 @@ class PreemptionCheckpointHandler:
         *,
         save_freq: int | None = None,
     ) -> None:
-        if save_freq is not None and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
-            raise ValueError(
-                "PreemptionCheckpointHandler(save_freq=...): a positive number of calls, or None. Received: "
-                f"{save_freq!r}"
+        if save_freq is not None:
+            check_positive(
+                save_freq, "PreemptionCheckpointHandler(save_freq=...)", "a positive number of calls, or None"
             )
         self._save_freq = save_freq
         given = checkpoint_or_checkpoint_manager
@@ -79,14 +79,9 @@ class PreemptionCheckpointHandler:
         elif isinstance(given, Checkpoint):
             if checkpoint_dir is None:
                 raise ValueError("PreemptionCheckpointHandler: pass checkpoint_dir=..., where the checkpoint is saved.")
+            otherwise = ", or the CheckpointManager that wrote them"
+            check_own(os.fspath(checkpoint_dir), _NAME, "PreemptionCheckpointHandler: checkpoint_dir", otherwise)
             self._manager = CheckpointManager(given, checkpoint_dir, max_to_keep=2, checkpoint_name=_NAME)
-            others = [path for path in self._manager.checkpoints if not os.path.basename(path).startswith(f"{_NAME}-")]
-            if others:
-                raise ValueError(
-                    f"PreemptionCheckpointHandler(checkpoint_dir={os.fspath(checkpoint_dir)!r}): the directory holds "
-                    f"other checkpoints, such as {others[-1]}, which would be deleted. Give the handler a directory of "
-                    "its own, or the CheckpointManager that wrote them."
-                )
         else:
             raise TypeError(
                 "PreemptionCheckpointHandler needs a ts.train.Checkpoint or a ts.train.CheckpointManager. Received a "

@@ -20,7 +20,7 @@ from typing_extensions import override
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import SUFFIX
 from torchstrategy.checkpoint.checkpoint import Checkpoint
-from torchstrategy.checkpoint.directory import index_path, read_index
+from torchstrategy.checkpoint.directory import check_own, index_path
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
@@ -114,7 +114,7 @@ class BackupAndRestore(Callback):
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
         self._num_batches, self._is_saved, self._stops_at = 0, False, None
-        self._check_directory()
+        check_own(self.backup_dir, _NAME, "BackupAndRestore: backup_dir")
         objects = self._objects()
         # The position first: it refuses a fit with other arguments.
         checkpoint = Checkpoint(position=objects.pop("position"), **objects)
@@ -270,15 +270,6 @@ class BackupAndRestore(Callback):
         if self._manager is None:
             raise RuntimeError("BackupAndRestore saves during fit only: pass it to fit(callbacks=[...]).")
         return self._manager
-
-    def _check_directory(self) -> None:
-        index = read_index(self.backup_dir)
-        others = [name for name in (index.written if index else {}) if not name.startswith(f"{_NAME}-")]
-        if others:
-            raise ValueError(
-                f"BackupAndRestore(backup_dir={self.backup_dir!r}): the directory holds other checkpoints, such as "
-                f"{others[-1]!r}, which would be deleted. Give it a directory of its own."
-            )
 
     def _delete(self) -> None:
         """Delete the files, when all processes are done."""

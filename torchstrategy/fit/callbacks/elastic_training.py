@@ -14,7 +14,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import mark_windows, num_rows_of, set_shares, shares_of
 from torchstrategy.checkpoint.checkpoint import Checkpoint
-from torchstrategy.checkpoint.preemption import TerminationConfig
+from torchstrategy.checkpoint.preemption import TerminationConfig, check_positive
 from torchstrategy.checkpoint.preemption_handler import PreemptionCheckpointHandler
 from torchstrategy.data.micro_batches import micro_batches
 from torchstrategy.fit.callbacks.backup import BackupAndRestore
@@ -76,17 +76,10 @@ class ElasticTraining(BackupAndRestore):
         delete_checkpoint: bool = False,
         termination_config: TerminationConfig | None = None,
     ) -> None:
-        if isinstance(save_freq, bool) or not isinstance(save_freq, int):
-            raise ValueError(f"ElasticTraining(save_freq=...): a positive number of batches. Received: {save_freq!r}")
-        if max_replica_batch_size is not None and (
-            isinstance(max_replica_batch_size, bool)
-            or not isinstance(max_replica_batch_size, int)
-            or max_replica_batch_size < 1
-        ):
-            raise ValueError(
-                "ElasticTraining(max_replica_batch_size=...): a positive number of examples, or None. Received: "
-                f"{max_replica_batch_size!r}"
-            )
+        check_positive(save_freq, "ElasticTraining(save_freq=...)", "a positive number of batches")
+        if max_replica_batch_size is not None:
+            expected = "a positive number of examples, or None"
+            check_positive(max_replica_batch_size, "ElasticTraining(max_replica_batch_size=...)", expected)
         super().__init__(
             directory,
             save_freq,

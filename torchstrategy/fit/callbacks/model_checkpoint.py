@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.checkpoint.fencing import Fence
+from torchstrategy.checkpoint.preemption import check_positive
 from torchstrategy.checkpoint.process_reports import WriteFailedError
 from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.progress import print_line
@@ -255,11 +256,8 @@ def check_save_freq(save_freq: Any, callback: str) -> str | int:
     Raises:
         ValueError: it is neither ``"epoch"`` nor a positive number.
     """
-    is_number = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
-    if save_freq != "epoch" and not is_number:
-        raise ValueError(
-            f"{callback}(save_freq=...) must be 'epoch' or a positive number of batches. Received: {save_freq!r}"
-        )
+    if save_freq != "epoch":
+        check_positive(save_freq, f"{callback}(save_freq=...)", "'epoch' or a positive number of batches")
     return save_freq  # type: ignore[no-any-return]
 
 
