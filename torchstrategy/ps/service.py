@@ -224,6 +224,8 @@ def _read(held: Held, session: Session, message: Message) -> Message:
     name = session.id, Key(variable, part)
     if first == 0:
         held.snapshots[name] = held.store.snapshot(name[1])
+        if not session.is_valid:  # `lost` may have looked before: a session is invalid by then
+            held.snapshots.pop(name, None)
     snapshot = held.snapshots.get(name)
     if snapshot is None:
         raise NotFoundError(f"Part {part} of variable {variable} is read from its beginning.")
