@@ -231,6 +231,18 @@ def test_a_server_that_ends_is_not_waited_for(make):
     assert not one.link.is_away
 
 
+def test_a_server_that_is_back_while_its_failure_is_asked_for_has_none(make):
+    one = make()
+    reads = iter(["by the test"])  # and `None` from then on, as `ready` sets it on the loop's thread
+
+    class Returning(ServerLink):
+        _lost = property(lambda _: next(reads, None), lambda _, value: None)
+
+    one.link._lost_at = time.monotonic()
+    one.link.__class__ = Returning
+    assert one.link.failure is None
+
+
 def test_a_newer_coordinator_has_taken_the_server_over_meanwhile(make):
     one = make()
     one.client.create(one.spec, torch.zeros(4))

@@ -147,8 +147,8 @@ class ServerLink:
         """Why the server can't be used, or ``None``, also while it is waited for."""
         if self._gone is not None:
             return UnavailableError(f"{self.name} {self._gone.rstrip('.')}.")
-        lost, away_until = self._lost, self._away_until
-        if lost is None or time.monotonic() < away_until:
+        lost = self._lost  # read once: the loop's thread notes meanwhile that the server is back
+        if lost is None or time.monotonic() < self._away_until(lost):
             return None
         why = lost.rstrip(".")
         if self.peer.is_gone:
@@ -160,13 +160,12 @@ class ServerLink:
     @property
     def is_away(self) -> bool:
         """Whether the server is out of reach, but may be back in time with its variables."""
-        return self._gone is None and time.monotonic() < self._away_until
+        return self._gone is None and time.monotonic() < self._away_until(self._lost)
 
-    @property
-    def _away_until(self) -> float:
-        """Until when it is waited for the server, by the monotonic clock."""
-        since = self._asked_at if self._lost is None else self._lost_at
-        if since is None or not self._grace_s or (self._lost is not None and self._has_ended):
+    def _away_until(self, lost: str | None) -> float:
+        """Until when it is waited for the server, by the monotonic clock, if it was lost for such a reason."""
+        since = self._asked_at if lost is None else self._lost_at
+        if since is None or not self._grace_s or (lost is not None and self._has_ended):
             return 0.0
         return since + self._grace_s
 
