@@ -1,5 +1,6 @@
 """Chief and workers of one cluster, all in this process: each strategy has its own connections."""
 
+import functools
 import threading
 import time
 
@@ -32,7 +33,7 @@ def servers(cluster):
 
 
 @pytest.fixture
-def start(cluster, servers):
+def start_task(cluster):
     """Make a task's strategy."""
     made = []
 
@@ -47,6 +48,12 @@ def start(cluster, servers):
     yield task
     for strategy in made:
         strategy.close()
+
+
+@pytest.fixture
+def start(start_task, servers):
+    """Make a task's strategy where servers run."""
+    return start_task
 
 
 def wait_until(condition):
@@ -699,25 +706,24 @@ def test_worker_0_is_the_chief_where_there_is_none():
         assert strategy.extended.experimental_between_graph
 
 
-def test_a_parameter_server_serves_until_chief_and_workers_are_done(cluster):
+def serve(cluster):
     threads = [threading.Thread(target=serve_until_chief_ends, args=(cluster, index)) for index in range(2)]
     for thread in threads:
         thread.start()
-    spec = ts.cluster_resolver.ClusterSpec(cluster)
+    return threads
 
-    def task(job, index=0):
-        resolver = ts.cluster_resolver.SimpleClusterResolver(spec, task_type=job, task_id=index)
-        return BetweenGraphParameterServerStrategy(resolver, timeout_seconds=20)
 
-    first = Program(task("chief"))
+def test_a_parameter_server_serves_until_chief_and_workers_are_done(cluster, start_task):
+    threads = serve(cluster)
+    first = Program(start_task("chief"))
     first.step()
     first.strategy.close(finished=False)  # as if it were killed
     threads[0].join(0.5)
     assert threads[0].is_alive()
-    chief, workers = Program(task("chief")), []
+    chief, workers = Program(start_task("chief")), []
     chief.step()
     for index in range(2):
-        workers.append(Program(task("worker", index)))
+        workers.append(Program(start_task("worker", index)))
         workers[index].step()
     chief.strategy.close()
     threads[0].join(0.5)
@@ -730,10 +736,48 @@ def test_a_parameter_server_serves_until_chief_and_workers_are_done(cluster):
         assert not thread.is_alive()
 
 
-def test_nobody_is_waited_for_who_does_not_train(cluster):
-    threads = [threading.Thread(target=serve_until_chief_ends, args=(cluster, index)) for index in range(2)]
+def test_a_parameter_server_waits_for_a_worker_that_is_lost_after_the_chiefs_end(cluster, start_task):
+    threads = serve(cluster)
+    chief, worker = Program(start_task("chief")), Program(start_task("worker"))
+    chief.step()
+    worker.step()
+    start_task("worker", 1).leave()
+    chief.strategy.close()
+    links = worker.strategy._shared.client.links
+    opens = [link.peer.open for link in links]
+    for link in links:
+        link.peer.open = lambda: None
+        link.peer.loop.call_soon(functools.partial(link.peer._lose, "by the test"))
     for thread in threads:
-        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+    for link, reopen in zip(links, opens, strict=True):
+        link.peer.loop.call_soon(reopen)
+    worker.step()
+    assert torch.allclose(worker.weights, plain_weights([(X, Y)] * 3)[0])
+    worker.strategy.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_killed_worker_does_not_keep_a_parameter_server(cluster, start_task, monkeypatch):
+    monkeypatch.setenv("TORCHSTRATEGY_PS_GRACE_S", "0.5")
+    threads = serve(cluster)
+    chief, workers = Program(start_task("chief")), [start_task("worker", index) for index in range(2)]
+    chief.step()
+    for worker in workers:
+        Program(worker).step()
+    chief.strategy.close()
+    for worker in workers:
+        worker.close(finished=False)  # as if it were killed
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_nobody_is_waited_for_who_does_not_train(cluster):
+    threads = serve(cluster)
     for job, index in (("worker", 0), ("chief", 0), ("worker", 1)):
         with as_task(cluster, job, index):
             BetweenGraphParameterServerStrategy().leave()

@@ -1,8 +1,10 @@
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from torchstrategy.ps import sharing_service
 from torchstrategy.ps.service import ParameterService
 from torchstrategy.ps.transport.messages import FencedError, Message
 
@@ -35,7 +37,6 @@ def test_who_is_not_attached_is_refused(service):
         lambda: service.tensor(task, PULL),
         lambda: ask(service, task, "attach", number=2),
         lambda: ask(service, task, "publish", layout={}),
-        lambda: ask(service, task, "finish"),  # which only a chief says
         lambda: ask(service, task, "hyper"),
     ):
         with pytest.raises(FencedError):
@@ -80,17 +81,40 @@ def test_for_whom_a_server_waits(service):
     workers = ["worker 0", "worker 1"]
     chief, task = connect(service, "chief", "chief 0"), connect(service, "task", "worker 0")
     training = service.training
-    assert training.waits_for(workers, 60.0) is None
+    assert training.waits_for(workers, 60.0, 60.0) is None
     ask(service, chief, "begin", number=3)
     ask(service, chief, "finish")
-    assert training.waits_for(workers, 60.0) == ["chief 0", "worker 0", "worker 1"]
-    assert training.waits_for(workers, 0.0) == ["chief 0", "worker 0"]
+    assert training.waits_for(workers, 60.0, 60.0) == ["chief 0", "worker 0", "worker 1"]
+    assert training.waits_for(workers, 0.0, 60.0) == ["chief 0", "worker 0"]
     service.lost(chief)
     again = connect(service, "task", "worker 0", " again")
     service.lost(task)
-    assert training.waits_for(workers, 0.0) == ["worker 0"]
+    assert training.waits_for(workers, 0.0, 60.0) == ["worker 0"]
+    ask(service, again, "finish")
+    assert training.waits_for(workers, 0.0, 0.0) == ["worker 0"]
     service.lost(again)
-    assert training.waits_for(workers, 60.0) == ["worker 1"]
-    assert training.waits_for(workers, 0.0) == []
+    assert training.waits_for(workers, 60.0, 0.0) == ["worker 1"]
+    assert training.waits_for(workers, 0.0, 0.0) == []
     ask(service, connect(service, "chief", "chief 0"), "begin", number=4)
-    assert training.waits_for(workers, 0.0) is None
+    assert training.waits_for(workers, 0.0, 60.0) is None
+
+
+def test_who_is_lost_without_having_finished_is_waited_for_during_the_grace_time(service, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(sharing_service.time, "monotonic", lambda: now[0])
+    chief, tasks = connect(service, "chief", "chief 0"), [connect(service, "task", f"worker {k}") for k in range(2)]
+    waits_for = functools.partial(service.training.waits_for, [], 0.0, 30.0)
+    ask(service, chief, "finish")
+    ask(service, tasks[1], "finish")
+    for session in (chief, *tasks):
+        service.lost(session)
+    now[0] += 29.0
+    assert waits_for() == ["worker 0"]
+    back = connect(service, "task", "worker 0")  # the same client
+    now[0] += 29.0
+    assert waits_for() == ["worker 0"]
+    service.lost(back)
+    now[0] += 29.0
+    assert waits_for() == ["worker 0"]
+    now[0] += 2.0
+    assert waits_for() == []

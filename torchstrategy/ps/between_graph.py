@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -188,16 +187,16 @@ class BetweenGraphParameterServerStrategy(Strategy):
         """Disconnect from the parameter servers; the next ``scope`` begins another training.
 
         Args:
-            finished: tell the parameter servers, as the chief, that it needs them no longer. One that
-                ``ts.estimator.train_and_evaluate`` runs ends when the workers are done, too.
+            finished: tell the parameter servers that this process needs them no longer. One that
+                ``ts.estimator.train_and_evaluate`` runs ends when the chief and all workers are done; a process that
+                has not said so is waited for during the grace time, as it may come back.
         """
         shared, self._shared = self._shared, None
         if shared is not None:
             self._finished = shared.client.number
             self._old.update((id(obj), obj) for obj in self.record)
-            if finished and self.is_chief:
-                with contextlib.suppress(UnavailableError):  # a server that is gone need not be told
-                    finish(shared.client.links)
+            if finished:
+                finish(shared.client.links)
         self._closing()
 
     def leave(self, timeout_seconds: float = 10.0) -> None:
@@ -213,9 +212,7 @@ class BetweenGraphParameterServerStrategy(Strategy):
         except (DeadlineExceededError, UnavailableError) as error:
             logger.info("The parameter servers are not told that this process does not train: %s", error)
             return
-        with contextlib.suppress(UnavailableError):
-            if self.is_chief:
-                finish(links)
+        finish(links)
         loop.close()
 
     @override

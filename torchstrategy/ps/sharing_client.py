@@ -6,6 +6,7 @@ has published what there is, compare that with their own, and use it. See ``shar
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -303,13 +304,10 @@ def connect(
 
 
 def finish(links: Sequence[SharingLink]) -> None:
-    """Tell the servers, as the chief, that it needs them no longer.
-
-    Raises:
-        UnavailableError: one is gone.
-    """
+    """Tell the servers that this task needs them no longer; one that is gone need not be told."""
     for link in links:
-        _call(link, Message("finish", {}))
+        with contextlib.suppress(UnavailableError):
+            _call(link, Message("finish", {}))
 
 
 def _call(link: SharingLink, message: Message) -> Message:

@@ -8,7 +8,7 @@ training is refused, finds out that there is a newer one, and attaches anew. Req
 - ``publish`` ``layout``: what ``SharedLayout.to_json`` returns; of the chief, on server 0
 - ``status``: ``number``, ``None`` before the first training, and ``layout``, ``None`` before it was published
 - ``attach`` ``number``
-- ``finish``: the chief needs no server any more, or never did; it need not be attached
+- ``finish``: the task needs no server any more, or never did; it need not be attached. The chief's ends the training.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class SharedTraining:
         #: Names of the tasks that are connected, by client, and of all that ever were.
         self._connected: dict[str, str] = {}
         self._seen: set[str] = set()
+        #: Clients that have finished and are still connected, and when tasks were lost that had not.
+        self._done: set[str] = set()
+        self._lost_at: dict[str, float] = {}
         self._finished_at: float | None = None
 
     def control(self, session: Session, message: Message) -> Message | None:
@@ -55,9 +58,11 @@ class SharedTraining:
         elif message.kind == "publish":
             self.check(session)
             self._layout = message.fields.get("layout")
-        elif message.kind == "finish" and session.role == CHIEF:
+        elif message.kind == "finish":
             with self._lock:
-                self._finished_at = time.monotonic()
+                self._done.add(str(session.hello["client"]))
+                if session.role == CHIEF:
+                    self._finished_at = time.monotonic()
         else:
             return None
         return Message("ok", {})
@@ -88,28 +93,37 @@ class SharedTraining:
 
     def joined(self, hello: dict[str, Any]) -> None:
         """Note that a task has connected."""
+        task = str(hello.get("task"))
         with self._lock:
-            self._connected[str(hello["client"])] = str(hello.get("task"))
-            self._seen.add(str(hello.get("task")))
+            self._connected[str(hello["client"])] = task
+            self._seen.add(task)
+            self._lost_at.pop(task, None)
 
     def left(self, session: Session) -> None:
-        """Note that a task's connection is gone."""
+        """Note that a task's connection is gone; unless it has finished, it may come back."""
         self._attached.discard(session.id)
+        client = str(session.hello["client"])
         with self._lock:
-            self._connected.pop(str(session.hello["client"]), None)
+            task = self._connected.pop(client, None)
+            if task is not None and client not in self._done:
+                self._lost_at[task] = time.monotonic()
+            self._done.discard(client)
 
-    def waits_for(self, tasks: Collection[str], linger_s: float) -> list[str] | None:
+    def waits_for(self, tasks: Collection[str], linger_s: float, grace_s: float) -> list[str] | None:
         """Return who still needs the server when the chief has finished, ``None`` while it has not.
 
         Args:
             tasks: names of those that take part; one that never came is waited for.
             linger_s: for how long after the chief's end.
+            grace_s: for how long after its loss one is waited for that has not finished.
         """
         with self._lock:
             if self._finished_at is None:
                 return None
-            late = set(tasks) - self._seen if time.monotonic() - self._finished_at < linger_s else set()
-            return sorted({*self._connected.values(), *late})
+            now = time.monotonic()
+            late = set(tasks) - self._seen if now - self._finished_at < linger_s else set()
+            lost = {task for task, since in self._lost_at.items() if now - since < grace_s}
+            return sorted({*self._connected.values(), *late, *lost})
 
     def _check_number(self, number: Any) -> None:
         if number != self.number:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.ps.links import grace_seconds
 from torchstrategy.ps.server.definition import PROTOCOL, ServerDef, make_server_def
 from torchstrategy.ps.server.worker_service import WorkerBench, WorkerService
 from torchstrategy.ps.service import ParameterService
@@ -27,8 +28,9 @@ _SECONDS_BETWEEN_LINES = 30.0
 def serve_until_chief_ends(cluster: Any, task_index: int, *, linger_seconds: float = 120.0) -> None:
     """Serve as a parameter server of tasks that share variables without a coordinator.
 
-    Returns when the chief has said that it has finished, and all workers have disconnected. A chief that was killed has
-    not said it, so its successor is waited for.
+    Returns when the chief and all workers have said that they have finished. A chief that was killed has not said it,
+    so its successor is waited for; a worker that was lost is waited for during the grace time
+    (``TORCHSTRATEGY_PS_GRACE_S``), in which it may come back.
 
     Args:
         cluster: the cluster, as for ``ts.Server``.
@@ -37,8 +39,10 @@ def serve_until_chief_ends(cluster: Any, task_index: int, *, linger_seconds: flo
 
     Raises:
         OSError: the task's address is in use, or not one of this host.
-        ValueError: the address can be reached from other hosts and no secret is configured.
+        ValueError: the address can be reached from other hosts and no secret is configured; or the environment's grace
+            time is no number.
     """
+    grace_s = grace_seconds()
     spec = ClusterSpec(cluster)
     workers = [f"/job:worker/task:{index}" for index in spec.task_indices("worker")] if "worker" in spec.jobs else []
     server = Server(spec, "ps", task_index)
@@ -47,7 +51,7 @@ def serve_until_chief_ends(cluster: Any, task_index: int, *, linger_seconds: flo
         if not isinstance(service, ParameterService):
             raise TypeError("Task 'ps' must be a parameter server.")
         next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-        while (missing := service.training.waits_for(workers, linger_seconds)) != []:
+        while (missing := service.training.waits_for(workers, linger_seconds, grace_s)) != []:
             if missing and time.monotonic() > next_line:
                 logger.info("The chief has finished. Waiting for %s", ", ".join(missing))
                 next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
