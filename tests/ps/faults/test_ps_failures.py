@@ -172,9 +172,9 @@ def test_death_is_noticed_by_the_closed_connection(job):
         wait_until(has_noticed)
         seconds = time.monotonic() - start
         logger.info("The coordinator noticed the death of %s %d after %.0f ms.", *task, 1000 * seconds)
-        assert seconds < 5
+        assert seconds < 8
     with pytest.raises(Unavailable):
         job.coordinator.join()
     seconds = time.monotonic() - start
     logger.info("The program had the error %.0f ms after the parameter server was killed.", 1000 * seconds)
-    assert seconds < 5
+    assert seconds < 8

@@ -12,6 +12,7 @@ import torch
 from tests.ps.transport.servers import SECRET, WAIT_S, channel_to, connect, connected, looping, serving, wait_until
 from torchstrategy.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from torchstrategy.ps.states import PeerState
+from torchstrategy.ps.transport import peer as peer_module
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
@@ -182,6 +183,21 @@ def test_a_server_that_goes_and_comes_back(loop):
         assert peer.call(Message("echo", {"a": 1})).fields == {"a": 1}
         with channel_to(peer) as channel:
             assert channel.call(Message("echo", {"a": 2})).fields == {"a": 2}
+
+
+def test_a_server_that_was_refused_for_a_moment_is_not_gone(loop, monkeypatch):
+    """As by a firewall that is set up anew."""
+    probes = queue.Queue()
+    monkeypatch.setattr(peer_module, "is_refused", lambda end_point: probes.put(end_point) or True)
+    monkeypatch.setattr(peer_module, "_GONE_AFTER_S", 3600.0, raising=False)
+    with serving() as (listener, _):
+        peer, handler = connected(loop, listener.address)
+    assert handler.next_event()[0] == "lost"
+    for _ in range(3):
+        probes.get(timeout=WAIT_S)
+        assert not peer.is_gone
+    with serving(listener.address):
+        assert handler.next_event()[0] == "ready"
 
 
 def test_a_server_that_is_silent_is_not_gone(loop):

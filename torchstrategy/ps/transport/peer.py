@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -26,6 +27,9 @@ Callback = Callable[[Message | Exception], object]
 _NUMBER_BYTES = 8
 _RETRY_MS = 50
 _MAX_RETRY_MS = 1000
+#: For how long a lost server's host must say that nothing listens there: it says so for a moment, too, while a firewall
+#: or a container's network is set up anew.
+_GONE_AFTER_S = 2.0
 #: Handshakes in a row that must fail before a server is said to have another secret.
 _NUM_CUT = 4
 
@@ -98,8 +102,9 @@ class Peer:
         self.address = address
         #: Why it is not ready, in words.
         self.reason = "nothing has answered yet"
-        #: Whether it was lost and its host says that nothing listens there: its process has ended.
+        #: Whether it was lost and its host says all the time that nothing listens there: its process has ended.
         self.is_gone = False
+        self._refused_since: float | None = None
         #: What tensor channels need, from the last welcome.
         self.connection: dict[str, Any] = {}
         self._host, self._port = addresses.split_address(address, "a server")
@@ -261,6 +266,7 @@ class Peer:
                 if end is not None and end[1] == self._port:  # else the descriptor stands for another one by now
                     self._end_point = end
                 self.reason = "the connection was made but not answered yet"
+                self._refused_since = None
             elif event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 with self._order:
                     self._hello_number = next(self._numbers)
@@ -274,9 +280,17 @@ class Peer:
             elif event.kind == zmq.EVENT_CLOSED:
                 self.reason = "nothing listens there, or it can't be reached"
                 if self._state is PeerState.LOST and self._end_point is not None and not self.is_gone:
-                    self.is_gone = is_refused(self._end_point)
+                    self._probe(self._end_point)
             else:
                 self._not_trusted(failure(event))
+
+    def _probe(self, end_point: tuple[Any, ...]) -> None:
+        if not is_refused(end_point):
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = time.monotonic()
+        else:
+            self.is_gone = time.monotonic() - self._refused_since >= _GONE_AFTER_S
 
     def _disconnected(self) -> None:
         if self._state is PeerState.READY:
