@@ -11,6 +11,7 @@ import torch
 
 import torchstrategy as ts
 from tests.clusters import new_cluster
+from tests.ps.transport.servers import cut_connections_to
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps import links
 from torchstrategy.ps.client import ParameterClient
@@ -87,9 +88,12 @@ def make_optimizer(client, spec):
     client.define_optimizer(0, definition, [spec])
 
 
-def test_a_change_is_made_once_if_only_the_tensor_connection_breaks_while_it_is_made(make):
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_change_is_made_once_if_only_the_tensor_connection_breaks_while_it_is_made(make, is_encrypted):
     """The control connection stands, so the request comes again before it was answered."""
     one = make()
+    if is_encrypted:
+        one.link.peer.connection["tensors"].update(unix=None, port=None)
     one.client.create(one.spec, torch.zeros(4))
     update, begun, calls = one.server._service.held.store.update, threading.Event(), []
 
@@ -103,7 +107,11 @@ def test_a_change_is_made_once_if_only_the_tensor_connection_breaks_while_it_is_
 
     def cut():
         begun.wait(WAIT_S)
-        one.link._channel._wire.shut()
+        wire = one.link._channel._wire
+        if is_encrypted:
+            cut_connections_to(int(wire._socket.last_endpoint.rpartition(b":")[2]))
+        else:
+            wire.shut()
 
     thread = threading.Thread(target=cut)
     thread.start()

@@ -1,10 +1,13 @@
 """A service that records what reaches it, and clients for it."""
 
 import contextlib
+import os
 import queue
+import socket
 import threading
 import time
 
+import pytest
 import torch
 
 from torchstrategy.ps.transport.channel import TensorChannel
@@ -136,6 +139,20 @@ def channel_to(peer, **tensors):
         yield channel
     finally:
         channel.close()
+
+
+def cut_connections_to(port):
+    """Cut this process's TCP connections to a port, of which the rest of the network notices nothing."""
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("There is no list of this process's connections.")
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=int(descriptor))
+            try:
+                if connection.family == socket.AF_INET and connection.getpeername()[1] == port:
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
 
 
 def wait_until(condition):

@@ -9,7 +9,17 @@ import weakref
 import pytest
 import torch
 
-from tests.ps.transport.servers import SECRET, WAIT_S, channel_to, connect, connected, looping, serving, wait_until
+from tests.ps.transport.servers import (
+    SECRET,
+    WAIT_S,
+    channel_to,
+    connect,
+    connected,
+    cut_connections_to,
+    looping,
+    serving,
+    wait_until,
+)
 from torchstrategy.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from torchstrategy.ps.states import PeerState
 from torchstrategy.ps.transport import peer as peer_module
@@ -299,6 +309,28 @@ def test_the_server_holds_nothing_of_what_it_has_sent(any_channel):
     service.value = None
     channel.call(Message("echo", {}))
     assert gone() is None
+
+
+def test_what_is_waited_for_when_only_the_tensor_connection_is_cut(loop, server):
+    """ZeroMQ makes the connection anew, on which nothing would come."""
+    peer, _ = connected(loop, server[0].address)
+    with channel_to(peer, **KINDS["curve"][1]) as channel:
+        channel.send(Message("wait", {}))
+        while server[1].next_event()[0] != "waiting":
+            pass
+        cut_connections_to(int(channel._wire._socket.last_endpoint.rpartition(b":")[2]))
+        with pytest.raises(UnavailableError, match=r"tensor connection to .* is lost"):
+            channel.receive(timeout_seconds=WAIT_S)
+    assert peer.call(Message("echo", {"a": 1})).fields == {"a": 1}
+
+
+def test_a_port_for_tensors_that_can_not_be_reached(loop, server, monkeypatch):
+    peer, _ = connected(loop, server[0].address)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(peer, "call", lambda message: Message("opened", {"port": port}))
+    with channel_to(peer, **KINDS["curve"][1]) as channel, pytest.raises(UnavailableError, match="could not be made"):
+        channel.call(Message("echo", {}), WAIT_S)
 
 
 def test_blobs_do_not_travel_here(any_channel):

@@ -16,7 +16,7 @@ from torchstrategy.ps.transport.gatekeeper import greet_server, seals, secure_cl
 from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError, raise_error
 from torchstrategy.ps.transport.peer import Peer
 from torchstrategy.ps.transport.secret import NONCE_BYTES
-from torchstrategy.ps.transport.sockets import close_in_child, zmq
+from torchstrategy.ps.transport.sockets import Monitor, close_in_child, failures, zmq
 from torchstrategy.ps.transport.wires import CurveWire, Into, StreamWire, Wire
 
 __all__ = ["TensorChannel"]
@@ -170,14 +170,17 @@ class TensorChannel:
     def _open_encrypted(self, key: bytes) -> Wire:
         port = int(self.peer.call(Message("open_tensors", {})).fields["port"])
         host, _ = addresses.split_address(self.peer.address)
+        seal_out, seal_in = seals(key, bytes(NONCE_BYTES), port.to_bytes(NONCE_BYTES, "little"))
         zmq_socket = self.peer.loop.make_socket(zmq.PAIR)
+        ends = Monitor(zmq_socket, zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | failures())
+        wire = CurveWire(zmq_socket, seal_out, seal_in, self.peer.limits, ends)
         try:
             secure_client(zmq_socket, self.peer.secret, host)
             zmq_socket.maxmsgsize = self.peer.limits.max_message_bytes
+            zmq_socket.connect_timeout = int(1000 * _CONNECT_S)
             zmq_socket.connect(addresses.endpoint(host, port))
-            seal_out, seal_in = seals(key, bytes(NONCE_BYTES), port.to_bytes(NONCE_BYTES, "little"))
-            self.kind = "curve"
-            return CurveWire(zmq_socket, seal_out, seal_in, self.peer.limits)
         except BaseException:
-            zmq_socket.close(linger=0)
+            wire.shut()
             raise
+        self.kind = "curve"
+        return wire

@@ -30,7 +30,16 @@ from torchstrategy.ps.transport.messages import (
     error_message,
 )
 from torchstrategy.ps.transport.secret import Secret, find_secret
-from torchstrategy.ps.transport.sockets import Monitor, Waker, close_in_child, close_sockets, failure, require, zmq
+from torchstrategy.ps.transport.sockets import (
+    Monitor,
+    Waker,
+    close_in_child,
+    close_sockets,
+    failure,
+    failures,
+    require,
+    zmq,
+)
 from torchstrategy.ps.transport.tensor_server import TensorServer
 
 __all__ = ["Listener"]
@@ -290,11 +299,4 @@ def _host(frame: Any) -> str:
 
 
 def _event_kinds() -> int:
-    return int(
-        zmq.EVENT_LISTENING
-        | zmq.EVENT_ACCEPTED
-        | zmq.EVENT_DISCONNECTED
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
+    return int(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures())

@@ -18,7 +18,7 @@ from torchstrategy.ps.transport.gatekeeper import secure_client
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.messages import Message, MessageError, check_size, decode, encode, raise_error
 from torchstrategy.ps.transport.secret import Secret
-from torchstrategy.ps.transport.sockets import Monitor, close_sockets, failure, is_refused, remote_end, zmq
+from torchstrategy.ps.transport.sockets import Monitor, close_sockets, failure, failures, is_refused, remote_end, zmq
 
 __all__ = ["Callback", "Handler", "Peer"]
 
@@ -285,12 +285,9 @@ class Peer:
                 self._not_trusted(failure(event))
 
     def _probe(self, end_point: tuple[Any, ...]) -> None:
-        if not is_refused(end_point):
-            self._refused_since = None
-        elif self._refused_since is None:
-            self._refused_since = time.monotonic()
-        else:
-            self.is_gone = time.monotonic() - self._refused_since >= _GONE_AFTER_S
+        now = time.monotonic()
+        self._refused_since = (self._refused_since or now) if is_refused(end_point) else None
+        self.is_gone = self._refused_since is not None and now - self._refused_since >= _GONE_AFTER_S
 
     def _disconnected(self) -> None:
         if self._state is PeerState.READY:
@@ -395,12 +392,5 @@ def _tell(callback: Callable[..., object], *what: object) -> None:
 
 
 def _event_kinds() -> int:
-    return int(
-        zmq.EVENT_CONNECTED
-        | zmq.EVENT_CLOSED
-        | zmq.EVENT_DISCONNECTED
-        | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
+    connection = zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+    return int(connection | zmq.EVENT_HANDSHAKE_SUCCEEDED | failures())

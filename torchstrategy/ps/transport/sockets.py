@@ -23,6 +23,7 @@ __all__ = [
     "close_sockets",
     "cloudpickle",
     "failure",
+    "failures",
     "is_refused",
     "remote_end",
     "require",
@@ -202,6 +203,12 @@ class Monitor:
         """See no more events."""
         self._monitored.disable_monitor()
         self.socket.close(linger=0)
+
+
+def failures() -> int:
+    """Return the kinds of events of handshakes that have failed."""
+    kinds = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    return int(kinds | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
 
 def failure(event: Event) -> str:

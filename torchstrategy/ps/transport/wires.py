@@ -31,7 +31,7 @@ from torchstrategy.ps.transport.messages import (
     tensor_bytes,
 )
 from torchstrategy.ps.transport.secret import Seal
-from torchstrategy.ps.transport.sockets import Waker, zmq
+from torchstrategy.ps.transport.sockets import Monitor, Waker, zmq
 
 __all__ = ["CurveWire", "Into", "StreamWire", "Wire", "read_exactly"]
 
@@ -166,9 +166,13 @@ class CurveWire:
         seal_out: of what is sent.
         seal_in: of what arrives.
         limits: what a message may have at most.
+        ends: of the end that connects, which has an event as soon as the connection has ended or could not be made.
+            ZeroMQ makes another one then, and what was on its way would be waited for in vain.
     """
 
-    def __init__(self, zmq_socket: Any, seal_out: Seal, seal_in: Seal, limits: Limits) -> None:
+    def __init__(
+        self, zmq_socket: Any, seal_out: Seal, seal_in: Seal, limits: Limits, ends: Monitor | None = None
+    ) -> None:
         self._socket = zmq_socket
         self._seal_out = seal_out
         self._seal_in = seal_in
@@ -180,11 +184,15 @@ class CurveWire:
         self._poller = zmq.Poller()
         self._poller.register(zmq_socket, zmq.POLLIN)
         self._poller.register(self._waker.socket, zmq.POLLIN)
+        self._ends = ends
+        if ends is not None:
+            self._poller.register(ends.socket, zmq.POLLIN)
 
     def send(self, message: Message) -> None:
         """Send a message, see ``Wire``."""
         header, *tensors = _encode(message, self._limits)
         with self._use():
+            self._check_events()
             prefix = self._seal_out.close(header, sum(map(len, tensors)))
             try:
                 self._socket.send_multipart([prefix + header, *tensors], zmq.NOBLOCK)  # copies
@@ -198,6 +206,8 @@ class CurveWire:
             self._check()
             if not ready:
                 raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
+            if self._socket not in ready:
+                self._check_events()
             first, *tensors = self._socket.recv_multipart(copy=False)
         data = memoryview(first.buffer)
         prefix, header = data[: Seal.num_bytes], data[Seal.num_bytes :]
@@ -239,6 +249,8 @@ class CurveWire:
         # Who finds the lock taken leaves it to the thread that has it: a context can't end before its sockets.
         if self._lock.acquire(blocking=False):
             try:
+                if self._ends is not None and not self._socket.closed:
+                    self._ends.close()
                 self._socket.close(self._linger_ms)
                 self._waker.close()
             finally:
@@ -252,6 +264,10 @@ class CurveWire:
     def _check(self) -> None:
         if self._is_shut:
             raise ConnectionError("the connection is closed")
+
+    def _check_events(self) -> None:
+        if self._ends is not None and any(True for _ in self._ends.events()):
+            raise ConnectionError("it has ended, or could not be made")
 
 
 class _BrokenOffError(ConnectionError):
