@@ -18,7 +18,9 @@ from torchstrategy.ps.client import ParameterClient
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.links import ServerLink, grace_seconds
 from torchstrategy.ps.store import Key
+from torchstrategy.ps.transport import wires
 from torchstrategy.ps.transport.control_loop import ControlLoop
+from torchstrategy.ps.transport.sockets import zmq
 
 WAIT_S = 20.0
 
@@ -148,6 +150,51 @@ def test_a_change_that_was_interrupted_is_not_sent_again(make, monkeypatch):
     value.fill_(100.0)
     one.lose()
     assert value_of(one) == [0.0] * 4
+
+
+def test_a_change_that_is_interrupted_right_after_it_was_sent_has_its_reply_taken(make, monkeypatch):
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    send = one.link.send
+
+    def interrupted(message):
+        send(message)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.link, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.client.update(one.spec, "assign_add", torch.ones(4))
+    assert value_of(one) == [1.0] * 4
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_nothing_follows_a_change_that_was_sent_in_part(make, monkeypatch, is_encrypted):
+    """Ctrl-C in the middle: the server would take the next request for the rest of it."""
+    one = make()
+    if is_encrypted:
+        one.link.peer.connection["tensors"].update(unix=None, port=None)
+    (spec,) = (Placer(1).place(0, "v", (100_000,), torch.float32, True),)
+    one.client.create(spec, torch.zeros(100_000))
+
+    def interrupted(connection, buffers):
+        connection.sendall(b"".join(map(bytes, buffers))[:200_000])
+        raise KeyboardInterrupt
+
+    def interrupted_frames(frames, flags):
+        zmq_socket.send(frames[0], flags | zmq.SNDMORE)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if is_encrypted:
+            zmq_socket = one.link._channel._wire._socket
+            patch.setattr(zmq_socket, "send_multipart", interrupted_frames)
+        else:
+            patch.setattr(wires, "_send_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.client.update(spec, "assign_add", torch.ones(100_000))
+    one.client.update(spec, "assign_add", torch.full((100_000,), 2.0))
+    assert set(one.client.pull([spec], {})[0][1].tolist()) == {2.0}
 
 
 def value_of(one):

@@ -385,12 +385,12 @@ class ParameterClient:
         with self._lock:
             self._discard_replies()
             for ps, message in missing.items():
+                self._unanswered.add(ps)  # before, as Ctrl-C may come right after
                 try:
                     self._channels[ps].send(message)
                 except Exception as error:  # noqa: BLE001 - raised below, when the others have answered
+                    self._unanswered.discard(ps)
                     failures.append((ps, error))
-                else:
-                    self._unanswered.add(ps)
             for ps in missing:
                 if ps in self._unanswered:
                     try:

@@ -73,9 +73,14 @@ class TensorChannel:
             raise RuntimeError("The last request's reply must be received before the next one is sent.")
         try:
             self._wire.send(message)
+            self._is_unanswered = True
         except ConnectionError as error:
             raise self._lost(error) from error
-        self._is_unanswered = True
+        except (TypeError, ValueError):  # nothing of it was sent
+            raise
+        except BaseException:  # Ctrl-C: the server would take the next request for the rest of this one
+            self.fail("a request was interrupted while it was sent")
+            raise
 
     def receive(self, timeout_seconds: float | None = None, into: Into | None = None) -> Message:
         """Wait for the reply to what was sent.
