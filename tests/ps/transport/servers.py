@@ -141,8 +141,8 @@ def channel_to(peer, **tensors):
         channel.close()
 
 
-def cut_connections_to(port):
-    """Cut this process's TCP connections to a port, of which the rest of the network notices nothing."""
+def connections_to(port):
+    """Yield this process's TCP connections to a port."""
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("There is no list of this process's connections.")
     for descriptor in os.listdir("/proc/self/fd"):
@@ -150,9 +150,15 @@ def cut_connections_to(port):
             connection = socket.socket(fileno=int(descriptor))
             try:
                 if connection.family == socket.AF_INET and connection.getpeername()[1] == port:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    yield connection
             finally:
                 connection.detach()
+
+
+def cut_connections_to(port):
+    """Cut them; the control connection, to another port, stands."""
+    for connection in connections_to(port):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def wait_until(condition):

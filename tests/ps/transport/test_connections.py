@@ -15,6 +15,7 @@ from tests.ps.transport.servers import (
     channel_to,
     connect,
     connected,
+    connections_to,
     cut_connections_to,
     looping,
     serving,
@@ -322,6 +323,20 @@ def test_what_is_waited_for_when_only_the_tensor_connection_is_cut(loop, server)
         with pytest.raises(UnavailableError, match=r"tensor connection to .* is lost"):
             channel.receive(timeout_seconds=WAIT_S)
     assert peer.call(Message("echo", {"a": 1})).fields == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def test_the_kernel_looks_whether_a_silent_tensor_connection_stands(loop, kind):
+    options, changes = KINDS[kind]
+    with serving("0.0.0.0:0", **options) as (listener, _):
+        peer, _ = connected(loop, listener.address.replace("0.0.0.0", "127.0.0.1"))
+        with channel_to(peer, **changes) as channel:
+            channel.call(Message("echo", {}))
+            wire = channel._wire
+            port = (
+                wire.socket.getpeername()[1] if kind == "tcp" else int(wire._socket.last_endpoint.rpartition(b":")[2])
+            )
+            assert [c.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for c in connections_to(port)] == [1]
 
 
 def test_a_port_for_tensors_that_can_not_be_reached(loop, server, monkeypatch):

@@ -16,7 +16,7 @@ from torchstrategy.ps.transport.gatekeeper import greet_server, seals, secure_cl
 from torchstrategy.ps.transport.messages import BufferPool, Message, MessageError, raise_error
 from torchstrategy.ps.transport.peer import Peer
 from torchstrategy.ps.transport.secret import NONCE_BYTES
-from torchstrategy.ps.transport.sockets import Monitor, close_in_child, failures, zmq
+from torchstrategy.ps.transport.sockets import Monitor, close_in_child, failures, keep_alive, zmq
 from torchstrategy.ps.transport.wires import CurveWire, Into, StreamWire, Wire
 
 __all__ = ["TensorChannel"]
@@ -169,6 +169,7 @@ class TensorChannel:
         host, _ = addresses.split_address(self.peer.address)
         stream = socket.create_connection((host, int(tensors["port"])), timeout=_CONNECT_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(stream)
         self.kind = "tcp"
         return stream
 
@@ -181,6 +182,7 @@ class TensorChannel:
         wire = CurveWire(zmq_socket, seal_out, seal_in, self.peer.limits, ends)
         try:
             secure_client(zmq_socket, self.peer.secret, host)
+            keep_alive(zmq_socket)
             zmq_socket.maxmsgsize = self.peer.limits.max_message_bytes
             zmq_socket.connect_timeout = int(1000 * _CONNECT_S)
             zmq_socket.connect(addresses.endpoint(host, port))

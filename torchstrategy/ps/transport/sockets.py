@@ -25,6 +25,7 @@ __all__ = [
     "failure",
     "failures",
     "is_refused",
+    "keep_alive",
     "remote_end",
     "require",
     "z85",
@@ -129,6 +130,30 @@ def remote_end(descriptor: int) -> tuple[Any, ...] | None:
         finally:
             connection.detach()
     return None
+
+
+_KEEPALIVE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_TRIES = 10, 5, 3
+
+
+def keep_alive(connection: Any) -> None:
+    """Let the kernel look whether a connection of tensors stands, on which nothing may travel for long.
+
+    The control connection's heartbeats say nothing of it: a firewall forgets connections that are silent, one by one.
+
+    Args:
+        connection: a TCP socket, or one of ZeroMQ that is not connected yet.
+    """
+    if isinstance(connection, socket.socket):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):  # not on macOS, which has its own times
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_PAUSE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_TRIES)
+    else:
+        connection.tcp_keepalive = 1
+        connection.tcp_keepalive_idle = _KEEPALIVE_S
+        connection.tcp_keepalive_intvl = _KEEPALIVE_PAUSE_S
+        connection.tcp_keepalive_cnt = _KEEPALIVE_TRIES
 
 
 _PROBE_S = 0.1
