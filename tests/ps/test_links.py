@@ -169,6 +169,27 @@ def test_a_change_that_is_interrupted_right_after_it_was_sent_has_its_reply_take
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_reply_that_is_interrupted_while_it_is_taken_is_not_waited_for(make, monkeypatch, is_encrypted):
+    """It has come, and nothing more will."""
+    one = make()
+    if is_encrypted:
+        one.link.peer.connection["tensors"].update(unix=None, port=None)
+    one.client.create(one.spec, torch.zeros(4))
+    wire = one.link._channel._wire
+    receive = wire.receive
+
+    def interrupted(*arguments):
+        receive(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.client.update(one.spec, "assign_add", torch.ones(4))
+    assert value_of(one) == [1.0] * 4
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
 def test_nothing_follows_a_change_that_was_sent_in_part(make, monkeypatch, is_encrypted):
     """Ctrl-C in the middle: the server would take the next request for the rest of it."""
     one = make()

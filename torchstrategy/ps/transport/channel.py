@@ -99,10 +99,17 @@ class TensorChannel:
         if not self._is_unanswered:
             raise RuntimeError("There is nothing to receive: no request was sent.")
         try:
-            reply = self._wire.receive(timeout_seconds, into)
+            self._wire.wait(timeout_seconds)  # Ctrl-C leaves the reply to be received later
+        except ConnectionError as error:
+            raise self._lost(error) from error
+        try:
+            self._is_unanswered = False
+            reply = self._wire.receive(into)
         except (ConnectionError, MessageError) as error:
             raise self._lost(error) from error
-        self._is_unanswered = False
+        except BaseException:  # the rest, or the next reply, would be waited for, or taken for another one
+            self.fail("a reply was interrupted while it was received")
+            raise
         if reply.kind == "error":
             raise_error(reply)
         return reply

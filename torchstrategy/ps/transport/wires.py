@@ -55,17 +55,26 @@ class Wire(Protocol):
             TypeError: the message has blobs, or what ``encode`` can't take.
         """
 
-    def receive(self, timeout_seconds: float | None = None, into: Into | None = None) -> Message:
-        """Wait for the next message.
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until something has come, or the connection is closed, and take nothing of it.
 
         Args:
             timeout_seconds: how long; ``None`` is for ever.
+
+        Raises:
+            ConnectionError: the connection is closed.
+            DeadlineExceededError: nothing came in time; it may still come.
+        """
+
+    def receive(self, into: Into | None = None) -> Message:
+        """Wait for the next message and take it; after an exception in the middle nothing more can be received.
+
+        Args:
             into: called with the header; returns for each tensor the contiguous one of its shape and dtype that is to
                 take its content, or ``None`` for new memory.
 
         Raises:
             ConnectionError: the connection is closed.
-            DeadlineExceededError: nothing came in time; it may still come.
             MessageError: what came is no message of the other end; nothing more can be received.
         """
 
@@ -107,10 +116,15 @@ class StreamWire:
         prefix = self._seal_out.close(header, sum(map(len, tensors)))
         _send_all(self.socket, [prefix + header, *(tensor for tensor in tensors if len(tensor))])
 
-    def receive(self, timeout_seconds: float | None = None, into: Into | None = None) -> Message:
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until something has come, see ``Wire``."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        if not poll.poll(None if timeout_seconds is None else 1000 * timeout_seconds):
+            raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
+
+    def receive(self, into: Into | None = None) -> Message:
         """Wait for the next message, see ``Wire``."""
-        if timeout_seconds is not None:
-            _wait(self.socket, timeout_seconds)
         try:
             prefix = read_exactly(self.socket, Seal.num_bytes)
         except _BrokenOffError as error:
@@ -199,15 +213,15 @@ class CurveWire:
             except zmq.Again as error:  # without a limit of the queue this means: nobody is connected any more
                 raise ConnectionError("the other end has closed the connection") from error
 
-    def receive(self, timeout_seconds: float | None = None, into: Into | None = None) -> Message:
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until something has come, see ``Wire``."""
+        with self._use():
+            self._wait(timeout_seconds)
+
+    def receive(self, into: Into | None = None) -> Message:
         """Wait for the next message, see ``Wire``."""
         with self._use():
-            ready = dict(self._poller.poll(None if timeout_seconds is None else 1000 * timeout_seconds))
-            self._check()
-            if not ready:
-                raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
-            if self._socket not in ready:
-                self._check_events()
+            self._wait(None)
             first, *tensors = self._socket.recv_multipart(copy=False)
         data = memoryview(first.buffer)
         prefix, header = data[: Seal.num_bytes], data[Seal.num_bytes :]
@@ -265,6 +279,14 @@ class CurveWire:
         if self._is_shut:
             raise ConnectionError("the connection is closed")
 
+    def _wait(self, timeout_seconds: float | None) -> None:
+        ready = dict(self._poller.poll(None if timeout_seconds is None else 1000 * timeout_seconds))
+        self._check()
+        if not ready:
+            raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
+        if self._socket not in ready:
+            self._check_events()
+
     def _check_events(self) -> None:
         if self._ends is not None and any(True for _ in self._ends.events()):
             raise ConnectionError("it has ended, or could not be made")
@@ -308,13 +330,6 @@ def _moved(message: Message, header: Header, into: Into | None) -> Message:
         return message
     pairs = zip(into(header), message.tensors, strict=True)
     return message._replace(tensors=tuple(tensor if own is None else own.copy_(tensor) for own, tensor in pairs))
-
-
-def _wait(connection: socket.socket, timeout_seconds: float) -> None:
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    if not poll.poll(1000 * timeout_seconds):
-        raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
 
 
 def _send_all(connection: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
