@@ -27,7 +27,7 @@ from torchstrategy.ps.transport import peer as peer_module
 from torchstrategy.ps.transport.channel import TensorChannel
 from torchstrategy.ps.transport.limits import Limits
 from torchstrategy.ps.transport.listener import Listener
-from torchstrategy.ps.transport.messages import FencedError, Message, RefusedError
+from torchstrategy.ps.transport.messages import FencedError, Message, RefusedError, encode
 from torchstrategy.ps.transport.sockets import is_refused
 
 
@@ -209,6 +209,22 @@ def test_a_server_that_was_refused_for_a_moment_is_not_gone(loop, monkeypatch):
         assert not peer.is_gone
     with serving(listener.address):
         assert handler.next_event()[0] == "ready"
+
+
+def test_a_request_on_a_connection_that_zeromq_has_made_anew_was_lost(loop, server):
+    """The loop was busy, and has not seen yet that the first one has ended; the server knows nothing of the second."""
+    peer, handler = connected(loop, server[0].address)
+    replies = queue.Queue()
+
+    def request_late():
+        cut_connections_to(peer._port)
+        peer._send(encode(Message("echo", {})), replies.put, next(peer._numbers))
+        peer._socket.poll(1000 * WAIT_S)
+
+    loop.call_soon(request_late)
+    assert isinstance(replies.get(timeout=WAIT_S), UnavailableError)
+    assert [handler.next_event()[0] for _ in range(2)] == ["lost", "ready"]
+    assert peer.call(Message("echo", {"a": 1})).fields == {"a": 1}
 
 
 def test_a_server_that_is_silent_is_not_gone(loop):

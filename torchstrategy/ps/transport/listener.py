@@ -23,7 +23,6 @@ from torchstrategy.ps.transport.limits import Limits, RefusalLog
 from torchstrategy.ps.transport.messages import (
     Message,
     MessageError,
-    RefusedError,
     check_size,
     decode,
     encode,
@@ -264,7 +263,7 @@ class Listener:
             self._admission.hello(identity, message, frame.get(zmq.SRCFD), host)
             return None
         if session is None:
-            raise RefusedError("This connection has not said hello.")
+            return Message("stranger", {"message": "This connection has not said hello."})
         if not session.is_valid:
             self._refusals.add(host, "a message of an older coordinator, or one of its workers", repr(session))
             session.check()

@@ -362,6 +362,8 @@ class Peer:
             self._welcomed(message)
         elif number == 0 and message.kind == "error":
             self._refused(message)
+        elif message.kind == "stranger" and self._state is PeerState.READY:
+            self._lose("its connection was closed")  # and made anew by ZeroMQ, before this thread saw its end
         elif (callback := self._waiting.pop(number, None)) is not None:
             _tell(callback, message)
         else:
