@@ -94,7 +94,6 @@ class Held:
         if number is None:
             return answer()
         key = str(session.hello["client"]), message.kind
-        self._lost.pop(key[0], None)
         with self._answering.setdefault(key, threading.Lock()):
             known, reply = self._replies.get(key, (0, None))
             if number < known:
@@ -112,6 +111,10 @@ class Held:
         """Remember a reply that a server gave whose place this one takes."""
         self._replies[key] = (number, reply)
         self._lost.setdefault(key[0], time.monotonic())
+
+    def note_back(self, client: str) -> None:
+        """Remember the replies to a client that is here as long as it is."""
+        self._lost.pop(client, None)
 
     def note_lost(self, client: str) -> None:
         """Remember the replies to a client that was lost for a while, in which it may come back."""
