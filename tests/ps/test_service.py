@@ -187,17 +187,17 @@ def test_lost_clients_leave_no_snapshots():
 def test_a_client_that_is_lost_during_its_first_read_leaves_no_snapshot():
     service = make_service()
     session = SimpleNamespace(id="t", is_valid=True, role="coordinator", hello={"client": "t"})
-    snapshot = service._held.store.snapshot
+    snapshot = service.held.store.snapshot
 
     def lose_meanwhile(key):
         session.is_valid = False
         service.lost(session)
         return snapshot(key)
 
-    service._held.store.snapshot = lose_meanwhile
+    service.held.store.snapshot = lose_meanwhile
     with pytest.raises(NotFoundError):
         service.tensor(session, Message("read", {"parts": [[0, 0, 0, 4]]}))
-    assert not service._held.snapshots
+    assert not service.held.snapshots
 
 
 def test_a_change_that_is_asked_for_again_is_made_once():
