@@ -18,6 +18,7 @@ import torch
 import torchstrategy as ts
 from tests.clusters import new_cluster
 from torchstrategy.checkpoint import fencing
+from torchstrategy.checkpoint.storage import new_tensor, spilled_to
 from torchstrategy.errors import DataLossError, FailedPreconditionError, NotFoundError, UnavailableError
 from torchstrategy.ps import shard as shard_module
 from torchstrategy.ps.client import ParameterClient
@@ -408,6 +409,15 @@ def test_a_full_disk_is_a_warning(saved, caplog, monkeypatch):
     assert saved.service.held.num_saved != saved.service.held.num_changes
     saved.shard._try()
     assert saved.service.held.num_saved == saved.service.held.num_changes
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="of POSIX")
+def test_a_full_disk_does_not_end_the_process(tmp_path, monkeypatch):
+    """What is written to a file in memory, for which there is no room, would be a SIGBUS."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: exec("raise OSError(28, 'No space left on device')"))
+    with spilled_to(str(tmp_path)), pytest.raises(OSError, match="No space left"):
+        new_tensor((1 << 20,), torch.float32)
+    assert os.listdir(tmp_path) == []
 
 
 def test_tasks_without_a_coordinator_are_told(tmp_path, caplog):

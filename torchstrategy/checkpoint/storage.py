@@ -7,6 +7,7 @@ unfinished file, so that one without a lock is known to be what a killed process
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import glob
 import hashlib
@@ -373,6 +374,16 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     _make_directory(os.path.abspath(directory))
     with _new_file(directory, _SPILLED[1:]) as file:
         try:
+            if hasattr(os, "posix_fallocate"):  # else a full disk ends the process at a write, by SIGBUS
+                _reserve(file.fileno(), size * dtype.itemsize)
             return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(tuple(shape))
         finally:
             os.unlink(file.name)
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # of a file system that can't
+            raise
