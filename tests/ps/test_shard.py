@@ -194,6 +194,36 @@ def test_servers_that_end_one_after_another(job):
         assert job.value(spec).tolist() == [0.0] * 4
 
 
+def test_what_is_lost_is_told_though_the_next_server_ends_well(job, caplog):
+    """A loop starts the killed one again and is told to end, all before a client is back."""
+    spec = job.create(0, torch.zeros(4))
+    job.save()
+    job.client.update(spec, "assign_add", torch.ones(4))
+    job.server._shard._ended.set()  # killed
+    job.server.stop()
+    elsewhere = {**job.cluster, "ps": ["localhost:0"]}
+    assert ts.Server(elsewhere, "ps", 0, config={"checkpoint_dir": job.folder}).stop()
+    job.server = job.start()
+    assert job.value(spec).tolist() == [0.0] * 4
+    (line,) = [line for line in caplog.messages if "is back" in line]
+    assert "what changed after that is lost" in line
+
+
+def test_what_is_lost_is_told_to_who_does_not_wait(tmp_path, caplog):
+    """It may have asked nothing while the server was away."""
+    job = Job(str(tmp_path), grace_s=0.0)
+    job.create(0, torch.zeros(4))
+    job.save()
+    before = job.link.incarnation
+    job.restart(is_killed=True)
+    deadline = time.monotonic() + WAIT_S
+    while job.link.incarnation == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.close()
+    assert any("what changed after that is lost" in line for line in caplog.messages)
+
+
 def test_a_variable_that_was_not_saved_is_named(job):
     job.create(0, torch.zeros(4))
     job.save()
@@ -289,7 +319,36 @@ def test_a_request_whose_reply_was_lost_is_known(saved, tmp_path):
     assert value_in(two.service) == [2.0, 2.0]
     ask(two.service, "update", 3, torch.ones(2))
     assert value_in(two.service) == [3.0, 3.0]
-    assert two.service.admit({"role": "worker"})["restored"]["servers"] == (saved.incarnation,)
+    assert two.service.admit({"role": "worker"})["restored"]["servers"].keys() == {saved.incarnation}
+    two.shard.close()
+
+
+@pytest.mark.parametrize("save", ["_try", "close"])
+def test_a_change_is_not_saved_without_its_reply(saved, tmp_path, save):
+    """Else the client, which has none, asks again, and the next server does it twice."""
+    update, is_changed, may_reply = saved.service._answers["update"], threading.Event(), threading.Event()
+
+    def slow(*args):
+        reply = update(*args)
+        is_changed.set()
+        may_reply.wait(WAIT_S)
+        return reply
+
+    saved.service._answers["update"] = slow
+    saved.service.held.num_changes += 1
+    saver = threading.Thread(target=getattr(saved.shard, save))
+    client = threading.Thread(target=ask, args=(saved.service, "update", 3, torch.ones(2)))
+    client.start()
+    assert is_changed.wait(WAIT_S)
+    saver.start()
+    saver.join(0.1)
+    may_reply.set()
+    saver.join(WAIT_S)
+    client.join(WAIT_S)
+    two = make(tmp_path)
+    two.shard.start()
+    ask(two.service, "update", 3, torch.ones(2))
+    assert value_in(two.service) == [3.0, 3.0]
     two.shard.close()
 
 
@@ -345,8 +404,9 @@ def test_a_process_that_was_replaced_saves_no_more(saved, tmp_path, caplog, monk
     three = make(tmp_path)
     three.shard.start()
     assert value_in(three.service) == [3.0, 3.0]
-    assert three.service.held.restored.servers == (saved.incarnation, two.incarnation)
-    assert three.service.held.restored.is_complete
+    servers = three.service.held.restored.servers
+    assert servers[saved.incarnation] is not None  # which was replaced
+    assert servers[two.incarnation] is None  # which has ended well
     three.shard.close()
 
 

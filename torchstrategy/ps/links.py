@@ -338,17 +338,16 @@ class ServerLink:
             self.refused(peer, f"it is a {job} and no parameter server; do all tasks have the same cluster?")
             return
         before, self.incarnation = self.incarnation or welcome["server"], welcome["server"]
-        restored = welcome.get("restored", {})
+        restored = {self.incarnation: None, **welcome.get("restored", {}).get("servers", {})}
         self._is_saved = welcome.get("is_saved", False)
-        values = "its variables are as they were"
-        if before != self.incarnation:
-            if before not in restored.get("servers", ()):
-                self._gone = f"was restarted, and its variables are gone. {self.remedy}"
-                peer.close()
-            elif not restored["is_complete"]:
-                when = time.strftime("%H:%M:%S", time.localtime(restored["saved_at"]))
-                values = f"it was restarted from its checkpoint of {when}, and what changed after that is lost"
-        if self._lost is not None and self._grace_s and self._gone is None:
+        values, lost_since = "its variables are as they were", restored.get(before)
+        if before not in restored:
+            self._gone = f"was restarted, and its variables are gone. {self.remedy}"
+            peer.close()
+        elif lost_since is not None:
+            when = time.strftime("%H:%M:%S", time.localtime(lost_since))
+            values = f"it was restarted from its checkpoint of {when}, and what changed after that is lost"
+        if self._lost is not None and (self._grace_s or lost_since is not None) and self._gone is None:
             logger.warning("%s is back after %.1f s; %s.", self.name, time.monotonic() - self._lost_at, values)
         self._lost = None
         self.answered.set()

@@ -53,14 +53,11 @@ class Restored(NamedTuple):
     """Whose variables a server has that was started again.
 
     Args:
-        servers: incarnations of the processes that had them before.
-        saved_at: when they were saved, in seconds since 1970.
-        is_complete: whether nothing has changed since.
+        servers: incarnations of the processes that had them before, and of each when what it changed began to be lost,
+            in seconds since 1970; ``None`` if nothing is. One may have ended well, and its successor not.
     """
 
-    servers: tuple[str, ...]
-    saved_at: float
-    is_complete: bool
+    servers: dict[str, float | None]
 
 
 class Held:
@@ -244,7 +241,7 @@ class Shard:
         state |= {
             "task": self._task,
             "coordinator": held.coordinator,
-            "servers": [*(held.restored.servers if held.restored else ()), self._incarnation],
+            "servers": {**(held.restored.servers if held.restored else {}), self._incarnation: None},
             "is_last": is_last,
             "signature": self._signature(state["optimizers"]),
         }
@@ -267,8 +264,9 @@ class Shard:
             )
         set_default_dtype(state["dtype"])
         saved_at = self._written.get(os.path.basename(path), 0.0)
-        restored = Restored(tuple(state["servers"]), saved_at, is_complete=state["is_last"])
-        self._service.held = _held(state, restored)
+        lost_since = None if state["is_last"] else saved_at
+        servers = {server: lost_since if since is None else since for server, since in state["servers"].items()}
+        self._service.held = _held(state, Restored(servers))
         logger.info("%s goes on from %s, with %d parts of variables.", self._task, path, len(state["parts"]))
 
     def _signature(self, optimizers: Mapping[int, Mapping[str, Any]]) -> bytes:
