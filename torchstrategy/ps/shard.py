@@ -101,12 +101,21 @@ class Held:
         return reply
 
     def replies(self) -> list[tuple[tuple[str, str], tuple[int, Message]]]:
-        """Return the replies that are remembered, by client and kind, with their requests' numbers."""
-        return list(self._replies.items())
+        """Return the replies that are remembered, by client and kind, with their requests' numbers.
+
+        Requests that are being answered are waited for, so what parts have of a change already has a reply.
+        """
+        remembered = []
+        for key, answering in list(self._answering.items()):
+            with answering:
+                if key in self._replies:
+                    remembered.append((key, self._replies[key]))
+        return remembered
 
     def remember(self, key: tuple[str, str], number: int, reply: Message) -> None:
         """Remember a reply that a server gave whose place this one takes."""
         self._replies[key] = (number, reply)
+        self._answering[key] = threading.Lock()
         self._lost.setdefault(key[0], time.monotonic())
 
     def note_back(self, client: str) -> None:
