@@ -489,6 +489,15 @@ def test_tasks_without_a_coordinator_are_told(tmp_path, caplog):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_coordinator_after_tasks_without_one_is_saved(tmp_path):
+    one = make(tmp_path)
+    one.shard.start()
+    assert not one.service.admit({"role": "chief", "client": "chief", "incarnation": 2})["is_saved"]
+    one.service.superseded(3)
+    assert one.service.admit({"role": "coordinator", "client": "c", "incarnation": 3})["is_saved"]
+    one.shard.close()
+
+
 def test_new_things_are_saved_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_module, "_SOON_S", 0.0)
     one = make(tmp_path)

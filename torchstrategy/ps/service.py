@@ -86,6 +86,7 @@ class ParameterService:
         """Begin anew for a newer coordinator."""
         self.held = Held()
         self.training = SharedTraining()
+        self.is_shared = False
 
     def admit(self, hello: dict[str, Any]) -> dict[str, Any]:
         """Welcome any client that the listener has let through; the coordinator, or chief, brings the default dtype."""
