@@ -420,6 +420,8 @@ def test_a_server_that_was_replaced_ends(tmp_path, monkeypatch):
     job.create(1, torch.zeros(4))  # which is saved soon
     with pytest.raises(FailedPreconditionError, match="another process has saved shard-2 there in the meantime"):
         job.server.join()
+    job.server._shard._thread.join(WAIT_S)
+    assert not job.server._shard._thread.is_alive()
     job.close()
 
 

@@ -237,6 +237,7 @@ class Shard:
         except FailedPreconditionError as error:
             logger.error("%s has been replaced, and serves no one any more. %s", self._task, error)
             self.failure = error
+            self._ended.set()
             self._replaced()
         except Exception as error:  # noqa: BLE001 - training goes on; whatever it is, the next try may do
             again = "" if is_last else f" It tries again in {self._every_s:g} seconds."
