@@ -425,6 +425,29 @@ def test_a_server_that_was_replaced_ends(tmp_path, monkeypatch):
     job.close()
 
 
+def test_a_server_that_does_not_get_its_address_takes_no_ones_place(job, monkeypatch):
+    spec = job.create(0, torch.zeros(4))
+    job.save()
+    with another_process(monkeypatch), pytest.raises(OSError, match="can't be listened at"):
+        job.start()
+    job.client.update(spec, "assign_add", torch.ones(4))
+    job.server._shard._try()
+    assert job.server._shard.failure is None
+    assert job.value(spec).tolist() == [1.0] * 4
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    server = ts.Server(new_cluster(["ps"]), "ps", 0, config={"checkpoint_dir": str(path)}, start=False)
+    with pytest.raises(NotADirectoryError, match="is a file, where a directory is needed"):
+        server.start()
+    path.unlink()
+    server.start()
+    assert server.stop()
+    assert ts.Server(new_cluster(["ps"]), "ps", 0, config={"checkpoint_dir": str(path)}, start=False).stop()
+
+
 def test_checkpoints_of_others_are_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="is a checkpoint of /job:ps/task:0, and this is /job:ps/task:1"):
         make(tmp_path, task="/job:ps/task:1").shard.start()

@@ -25,7 +25,7 @@ from torchstrategy.checkpoint.archive import checkpoint_file, read_checkpoint, w
 from torchstrategy.checkpoint.directory import Index, read_index
 from torchstrategy.checkpoint.fencing import Fence, publish
 from torchstrategy.checkpoint.manager import restore_newest
-from torchstrategy.checkpoint.storage import absolute, delete_leftovers, spilled_to
+from torchstrategy.checkpoint.storage import absolute, delete_file, delete_leftovers, spilled_to, write_file
 from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.errors import FailedPreconditionError
 from torchstrategy.ps.optimizer_updates import Definition, ServedOptimizer
@@ -38,6 +38,7 @@ from torchstrategy.ps.user_modules import dumps
 __all__ = ["Held", "Restored", "Shard"]
 
 _NAME = "shard"
+_PROBE = "shard.writable"
 _NUM_KEPT = 2
 #: How long after a new variable or optimizer a server is saved: others come with it.
 _SOON_S = 1.0
@@ -191,6 +192,10 @@ class Shard:
             OSError: the directory can't be written.
             ValueError: they are another task's, or were made with another secret.
         """
+        probe = os.path.join(self._directory, _PROBE)
+        write_file(probe, lambda _: None)  # who finds out only when it is to be saved has nothing when it is killed
+        with contextlib.suppress(FileNotFoundError):  # another process's start has deleted it
+            delete_file(probe)
         index = read_index(self._directory) or Index({})
         delete_leftovers(self._directory)
         paths = [os.path.join(self._directory, name) for name in (*index.unlisted, *index.written)]
@@ -204,13 +209,14 @@ class Shard:
         self._thread.start()
 
     def close(self) -> None:
-        """Save for the last time, when no request comes any more."""
-        if self._ended.is_set():
+        """Save for the last time, when no request comes any more; nothing happens if it has not started, or failed."""
+        if self._ended.is_set() or self._thread.ident is None:
             return
         self._ended.set()
         self._wake.set()
         self._thread.join()
         if self.failure is None:
+            self._service.held.replies()  # one that the listener has not waited for is done, or would be in part
             self._try(is_last=True)
 
     def _work(self) -> None:

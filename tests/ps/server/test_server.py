@@ -179,8 +179,10 @@ def test_other_hosts_need_a_secret(monkeypatch):
     [
         ({"num_threads": 3}, ValueError, r"\['checkpoint_dir', 'encrypt_tensors', .*\]. Received: 'num_threads'"),
         ({"checkpoint_dir": 3}, TypeError, "'checkpoint_dir' must be a path. Received: 3"),
-        ({"save_checkpoints_secs": 0}, TypeError, "a positive number. Received: 0"),
-        ({"num_tensor_threads": 0}, TypeError, "a positive integer. Received: 0"),
+        ({"checkpoint_dir": ""}, ValueError, "'checkpoint_dir' must be a path. Received: ''"),
+        ({"checkpoint_dir": "a", "save_checkpoints_secs": 0}, ValueError, "a positive number. Received: 0"),
+        ({"save_checkpoints_secs": 5.0}, ValueError, "is for servers that have a 'checkpoint_dir'"),
+        ({"num_tensor_threads": 0}, ValueError, "a positive integer. Received: 0"),
         ({"num_tensor_threads": True}, TypeError, "a positive integer"),
         ({"encrypt_tensors": 1}, TypeError, "a bool. Received: 1"),
         (SimpleNamespace(intra_op_parallelism_threads=1), TypeError, "config must be a dictionary"),

@@ -96,12 +96,12 @@ class Server:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: job or index can't be found out, the address is malformed, a setting is unknown, or the address can
-            be reached from other hosts and no secret is configured.
+        ValueError: job or index can't be found out, the address is malformed, a setting is unknown or has a wrong
+            value, or the address can be reached from other hosts and no secret is configured.
         InternalError: the cluster has no such task.
         NotFoundError: there is no such protocol.
         ImportError: pyzmq or cloudpickle is not installed.
-        OSError: the address is in use, or not one of this host.
+        OSError: the address is in use, or not one of this host, or the ``checkpoint_dir`` can't be written.
         DataLossError: there are checkpoints of this parameter server, but none is whole.
 
     Example:
@@ -146,8 +146,13 @@ class Server:
         if self._is_started:
             return
         show_info()
-        if self._shard is not None:
-            self._shard.start()
+        self._listener.open()  # who does not get the address must not take the place of who has it
+        try:
+            if self._shard is not None:
+                self._shard.start()
+        except BaseException:
+            self._listener.stop()
+            raise
         self._listener.start()
         self._is_started = True
         logger.info("Started server with target: %s (%s)", self.target, self._name)
@@ -258,8 +263,11 @@ def _checked_settings(config: Any) -> dict[str, Any]:
             raise ValueError(f"The settings of a server are {sorted(_SETTINGS)}. Received: {name!r}")
         kind = _SETTINGS[name]
         is_right = type(value) is kind or (kind is float and type(value) is int) or (kind is str and _is_path(value))
-        if not is_right or (kind in (int, float) and not 0 < value < float("inf")):
-            raise TypeError(f"The setting {name!r} must be {_KINDS[kind]}. Received: {value!r}")
+        if not is_right or value == "" or (kind in (int, float) and not 0 < value < float("inf")):
+            error = ValueError if is_right else TypeError
+            raise error(f"The setting {name!r} must be {_KINDS[kind]}. Received: {value!r}")
+    if "save_checkpoints_secs" in config and "checkpoint_dir" not in config:
+        raise ValueError("The setting 'save_checkpoints_secs' is for servers that have a 'checkpoint_dir'.")
     return {name: os.fspath(value) if _SETTINGS[name] is str else value for name, value in config.items()}
 
 

@@ -89,7 +89,7 @@ class Listener:
         self._heartbeat_s = heartbeat_seconds() if heartbeat_s is None else heartbeat_s
         self._refusals = RefusalLog(f"The server at {address}")
         self._outbox: deque[tuple[bytes, int, Message]] = deque()
-        self._is_stopping = False
+        self._is_open = self._is_stopping = False
         self._thread: threading.Thread | None = None
         self._ports: dict[int, int] = {}  # of connections and the listening socket, by descriptor
         self._tensors = TensorServer(
@@ -108,8 +108,8 @@ class Listener:
         """Where clients reach this server, with the port that it has taken."""
         return addresses.join_address(self._host, self._port)
 
-    def start(self) -> None:
-        """Begin to serve.
+    def open(self) -> None:
+        """Take the address; clients that come wait for ``start``.
 
         Raises:
             OSError: the address can't be taken.
@@ -129,17 +129,35 @@ class Listener:
             raise
         self._see_events()  # that it listens, which a child forked right now must know
         close_in_child(self)
+        self._is_open = True
+
+    def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            OSError: the address can't be taken.
+        """
+        if not self._is_open:
+            self.open()
         self._thread = threading.Thread(target=self._serve, name="torchstrategy-listener", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Close all connections and end the threads; requests that are worked on get some seconds."""
+        if self._thread is None:
+            self._close_unstarted()
         if self._thread is None or self._is_stopping:
             return
         self._is_stopping = True
         self._waker.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
+
+    def _close_unstarted(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._tensors.close()
+            self._close_sockets()
 
     def release(self) -> None:
         """Close the descriptors in a forked child."""
