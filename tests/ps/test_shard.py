@@ -175,6 +175,26 @@ def test_what_was_not_saved_is_lost_and_a_warning_says_so(job, caplog):
     assert "what changed after that is lost" in line
 
 
+def test_what_is_written_in_pieces_is_written_anew(job, monkeypatch):
+    """It would be mixed of old and new, for ever."""
+    spec = job.create(0, torch.zeros(8))
+    job.save()
+    own, num_pieces = job.client._ask, 0
+
+    def ask_in_between(kind, *args, **kwargs):
+        nonlocal num_pieces
+        num_pieces += kind == "write"
+        if num_pieces == 3:
+            job.restart(is_killed=True)
+        return own(kind, *args, **kwargs)
+
+    monkeypatch.setattr(job.client, "_ask", ask_in_between)
+    job.client.write_from(spec, torch.ones(8), chunk_bytes=8)
+    monkeypatch.undo()
+    assert num_pieces == 8
+    assert job.value(spec).tolist() == [1.0] * 8
+
+
 def test_nothing_is_lost_if_the_server_was_stopped(job, caplog):
     spec = job.create(0, torch.zeros(4))
     job.save()

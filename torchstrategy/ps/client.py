@@ -309,10 +309,18 @@ class ParameterClient:
         check_value(spec.name, spec.shape, spec.dtype, value)
         for index, part in enumerate(spec.parts):
             flat = spec.cut(value, index).reshape(-1)
-            for first, stop in _pieces(flat, chunk_bytes):
-                requests = Requests()
-                requests.add(part.ps, (spec.id, index), first, tensors=[flat[first:stop]])
-                self._ask("write", requests)
+            while not self._write_part(spec, index, part.ps, flat, chunk_bytes):
+                pass
+
+    def _write_part(self, spec: VariableSpec, index: int, ps: int, flat: Tensor, chunk_bytes: int) -> bool:
+        """Overwrite a part piece by piece; ``False`` if the server has lost pieces: it would stay mixed."""
+        channel = self._channels[ps]
+        num_losses = channel.num_losses if isinstance(channel, ServerLink) else 0
+        for first, stop in _pieces(flat, chunk_bytes):
+            requests = Requests()
+            requests.add(ps, (spec.id, index), first, tensors=[flat[first:stop]])
+            self._ask("write", requests)
+        return not isinstance(channel, ServerLink) or channel.num_losses == num_losses
 
     def _pull_parts(
         self,

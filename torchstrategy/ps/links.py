@@ -113,6 +113,8 @@ class ServerLink:
         self.incarnation = incarnation
         #: Set when the server has answered in any way.
         self.answered = threading.Event()
+        #: How often it went on from a checkpoint that lacks what was changed last.
+        self.num_losses = 0
         #: Why it does not want this client.
         self.refusal: str | None = None
         self._task = f"/job:ps/task:{index}"
@@ -332,8 +334,7 @@ class ServerLink:
 
     def ready(self, peer: Peer, welcome: dict[str, Any]) -> None:
         """Note that the server is there, or another one in its place."""
-        job = welcome.get("job", "ps")
-        if job != "ps":
+        if (job := welcome.get("job", "ps")) != "ps":
             peer.close()
             self.refused(peer, f"it is a {job} and no parameter server; do all tasks have the same cluster?")
             return
@@ -345,6 +346,7 @@ class ServerLink:
             self._gone = f"was restarted, and its variables are gone. {self.remedy}"
             peer.close()
         elif lost_since is not None:
+            self.num_losses += 1
             when = time.strftime("%H:%M:%S", time.localtime(lost_since))
             values = f"it was restarted from its checkpoint of {when}, and what changed after that is lost"
         if self._lost is not None and (self._grace_s or lost_since is not None) and self._gone is None:
@@ -389,9 +391,8 @@ def wait_for_servers(links: Sequence[ServerLink], who: str, hint: str, timeout_s
                 raise UnavailableError(f"{link.name} refuses {who}: {link.refusal}")
         if not missing:
             return
-        left = end - time.monotonic()
         names = ", ".join(link.name for link in missing)
-        if left <= 0:
+        if (left := end - time.monotonic()) <= 0:
             raise DeadlineExceededError(f"No answer from {names} within {timeout_seconds:g} seconds. {hint}")
         if not missing[0].wait(min(left, seconds)):
             logger.info("Waiting for %s", names)
