@@ -143,12 +143,11 @@ def test_command_is_a_recipe_with_its_options(name, role, strategy):
 
 @pytest.mark.parametrize("role", ["worker", "ps"])
 def test_servers_run_the_command_line(role):
-    assert container_of(workload(load("parameter_server"), role))["command"] == [
-        "python",
-        "-m",
-        "torchstrategy",
-        "server",
-    ]
+    container = container_of(workload(load("parameter_server"), role))
+    assert container["command"][:4] == ["python", "-m", "torchstrategy", "server"]
+    if role == "ps":  # its checkpoints are on a shared volume
+        (option,) = container["command"][4:]
+        assert option.startswith(f"--checkpoint-dir={container['volumeMounts'][0]['mountPath']}/")
 
 
 @pytest.mark.parametrize("role", CLUSTERS["parameter_server"])

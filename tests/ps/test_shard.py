@@ -430,6 +430,17 @@ def test_a_process_that_was_replaced_saves_no_more(saved, tmp_path, caplog, monk
     three.shard.close()
 
 
+def test_a_process_that_was_replaced_and_is_only_read_ends_as_well(saved, tmp_path, monkeypatch):
+    two = make(tmp_path)
+    with another_process(monkeypatch):
+        two.shard.start()
+    value_in(saved.service)
+    saved.shard._try()
+    assert saved.replaced == [True]
+    with another_process(monkeypatch):
+        two.shard.close()
+
+
 def test_a_server_that_was_replaced_ends(tmp_path, monkeypatch):
     job = Job(str(tmp_path))
     job.create(0, torch.zeros(4))

@@ -347,7 +347,7 @@ class ServerLink:
             peer.close()
         elif lost_since is not None:
             self.num_losses += 1
-            when = time.strftime("%H:%M:%S", time.localtime(lost_since))
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lost_since))
             values = f"it was restarted from its checkpoint of {when}, and what changed after that is lost"
         if self._lost is not None and (self._grace_s or lost_since is not None) and self._gone is None:
             logger.warning("%s is back after %.1f s; %s.", self.name, time.monotonic() - self._lost_at, values)

@@ -222,8 +222,10 @@ class Shard:
     def _work(self) -> None:
         while not self._ended.is_set():
             if self._wake.wait(self._every_s):
-                self._ended.wait(_SOON_S)
-                self._wake.clear()
+                latest = time.monotonic() + self._every_s
+                while self._wake.is_set() and time.monotonic() < latest:  # until nothing more has come for a moment
+                    self._wake.clear()
+                    self._ended.wait(_SOON_S)
             if not self._ended.is_set():
                 self._try()
 
@@ -236,9 +238,10 @@ class Shard:
                 "and their chief saves them."
             )
             return
-        if held.coordinator is None or (num_changes == held.num_saved and not is_last):
-            return
         try:
+            if held.coordinator is None or (num_changes == held.num_saved and not is_last):
+                self._fence.check()  # who only reads here must not have old values for ever
+                return
             self._save(held, is_last=is_last)
         except FailedPreconditionError as error:
             logger.error("%s has been replaced, and serves no one any more. %s", self._task, error)
