@@ -1,6 +1,7 @@
 """Parameter servers that save themselves, and those that take their place."""
 
 import contextlib
+import importlib
 import logging
 import os
 import pickle
@@ -514,6 +515,14 @@ def define_control(service):
     while not answers and time.monotonic() < deadline:
         time.sleep(0.01)
     assert answers[0].kind == "ok"
+
+
+def test_an_optimizer_that_is_not_installed_here(saved, tmp_path, monkeypatch):
+    define_control(saved.service)
+    saved.shard._try()
+    monkeypatch.setattr(shard_module.Definition, "load", lambda *_: importlib.import_module("of_the_program"))
+    with pytest.raises(ImportError, match=r"shard-3 has an optimizer that can't be made here: No module named"):
+        make(tmp_path).shard.start()
 
 
 def test_a_full_disk_is_a_warning(saved, caplog, monkeypatch):

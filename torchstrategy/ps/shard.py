@@ -285,7 +285,13 @@ class Shard:
         saved_at = self._written.get(os.path.basename(path), 0.0)
         lost_since = None if state["is_last"] else saved_at
         servers = {server: lost_since if since is None else since for server, since in state["servers"].items()}
-        self._service.held = _held(state, Restored(servers))
+        try:
+            self._service.held = _held(state, Restored(servers))
+        except ImportError as error:
+            raise ImportError(
+                f"{path} has an optimizer that can't be made here: {error}. Install what it needs. If that training "
+                f"has ended, delete {self._directory}."
+            ) from error
         logger.info("%s goes on from %s, with %d parts of variables.", self._task, path, len(state["parts"]))
 
     def _signature(self, optimizers: Mapping[int, Mapping[str, Any]]) -> bytes:
