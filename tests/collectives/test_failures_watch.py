@@ -77,11 +77,19 @@ def test_a_rank_that_is_taken_for_stopped_knows_better(watches):
 def test_a_rank_that_leaves_is_no_failure(watches):
     first, second, third = watches((0, 0, 1))
     second.close()
-    until(lambda: first.has_left(1) and third.has_left(1))
-    assert not first.has_left(2)
+    until(lambda: 1 in first.gone and 1 in third.gone)
+    assert 2 not in first.gone
     assert first.failure is third.failure is None
     assert first.wait_for_report(20.0) is None  # at once
     assert "Rank 1 has ended its program. " in third.where_is_everyone()
+    gone = third.gone
+    first.close()  # because of that
+    until(lambda: 0 in third.gone)
+    assert "Rank 0" in third.where_is_everyone()
+    assert "Rank 0" not in third.where_is_everyone(gone)
+    assert "rank 0: has ended its program" in third.where_is_everyone(gone)
+    third.report_lost("has lost rank 1", gone)
+    assert third.failure["error"].endswith("has lost rank 1. Rank 1 has ended its program")
 
 
 def test_very_long_places_can_be_told(watches):

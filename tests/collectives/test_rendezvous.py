@@ -89,7 +89,7 @@ class Watch:
     failure = None
 
     def __init__(self, ended):
-        self.has_left = lambda rank: rank == ended
+        self.gone = {ended}
 
 
 def test_a_rank_that_has_ended_is_not_waited_for():

@@ -156,7 +156,7 @@ def end_one_after_the_other() -> list[str]:
     for _ in range(3):
         strategy.reduce("SUM", torch.ones(20_000))
     if own < strategy.workers.size - 1:
-        while not watch.has_left(own + 1):
+        while own + 1 not in watch.gone:
             time.sleep(0.01)
     del strategy
     gc.collect()  # which closes the connections for data

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -136,16 +136,17 @@ class FailureWatch:
             self._failures[self._round][self._rank] = record
             self._tell(record)
 
-    def report_lost(self, how: str) -> None:
+    def report_lost(self, how: str, gone: Collection[int]) -> None:
         """Tell the other ranks, as ``report`` does, that this one has lost another, which they may still reach.
 
         Args:
             how: in which operation, and why, as a part of a sentence.
+            gone: who had ended by then.
         """
         with self._changed:
-            gone = "".join(f". Rank {rank} {what}" for rank, what in sorted(self._absent.items()))
+            ends = "".join(f". Rank {rank} {self._absent[rank]}" for rank in sorted(gone))
             counts = {"num_collectives": self.num_collectives, "num_passed": self._num_passed}
-            self._tell({**lost_record(self._rank, how[:_MAX_TEXT] + gone), **counts})
+            self._tell({**lost_record(self._rank, how[:_MAX_TEXT] + ends), **counts})
 
     def _tell(self, record: Record) -> None:
         """Send this rank's failure to the others, and wait until they know; the lock is held."""
@@ -211,18 +212,22 @@ class FailureWatch:
             self._wait(lambda: self.failure is not None or bool(self._absent), seconds)
         return self.failure
 
-    def has_left(self, rank: int) -> bool:
-        """Say whether a rank has ended or died."""
-        return rank in self._absent
+    @property
+    def gone(self) -> frozenset[int]:
+        """The ranks that have ended or died."""
+        return frozenset(self._absent)
 
-    def where_is_everyone(self) -> str:
+    def where_is_everyone(self, gone: Collection[int] = ()) -> str:
         """Ask every rank what it is doing.
+
+        Args:
+            gone: who had ended when this rank noticed something; others may have ended since because of that.
 
         Returns:
             A sentence about the ranks that left or do not answer, if there are any; which ranks have arrived where this
             one waits; then the place of each rank, and the stack of each one that is elsewhere and answers.
         """
-        return self._as_text(self._ask_all())[0]
+        return self._as_text(self._ask_all(), gone)[0]
 
     def stall(self, seconds: float) -> Stall | None:
         """Ask every rank what it is doing, because this one has waited for long.
@@ -269,9 +274,10 @@ class FailureWatch:
             answers |= dict.fromkeys(self._silent - self._answers.keys(), silent)
         return [answers[rank].splitlines() for rank in range(self._size)]
 
-    def _as_text(self, lines: list[list[str]]) -> tuple[str, list[int]]:
+    def _as_text(self, lines: list[list[str]], culprits: Collection[int] = ()) -> tuple[str, list[int]]:
         """Return what is known of all ranks as a text, and who has arrived where this one waits."""
-        gone = "".join(f"Rank {r} {line[0]}. " for r, line in enumerate(lines) if line[0].startswith(("has", "does")))
+        named = culprits or [r for r, line in enumerate(lines) if line[0].startswith(("has", "does"))]
+        gone = "".join(f"Rank {r} {lines[r][0]}. " for r in sorted(named))
         own = _without_site(lines[self._rank][0])
         arrived = [rank for rank, (place, *_) in enumerate(lines) if _without_site(place) == own]
         not_known = [rank for rank, (place, *_) in enumerate(lines) if place == _CUT_OFF]

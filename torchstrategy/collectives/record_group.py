@@ -295,12 +295,13 @@ class RecordGroup:
     def _raise_lost(self, operation: str, error: Exception, brought: Any = None) -> NoReturn:
         self.watch.wait_for_report(1.0)  # if the other rank has died, that says more
         self._raise_if_failed(operation)
+        gone = self.watch.gone  # others end because of that
         self._broken = f"the connection to another rank broke in {operation}"
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
         where = f"{operation}{_about(brought)} at {call_site()}"
         how = f"has lost its connection to another rank in {where}: {reason}"
-        self.watch.report_lost(how)
-        raise ReplicaFailedError(f"Rank {self.rank} {how}. {self.watch.where_is_everyone()}") from None
+        self.watch.report_lost(how, gone)
+        raise ReplicaFailedError(f"Rank {self.rank} {how}. {self.watch.where_is_everyone(gone)}") from None
 
 
 def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:

@@ -152,7 +152,7 @@ def wait_for_all(
     look_at = 0.0  # in between, one number says whether all are here
     while missing:
         is_late = time.monotonic() > deadline
-        ended = [rank for rank in missing if watch is not None and watch.has_left(rank)]
+        ended = [rank for rank in missing if watch is not None and rank in watch.gone]
         num_arrived = store.add("arrived", 0)
         if roll is not None:
             if job.hosted:
