@@ -10,6 +10,7 @@ _PROGRAM = os.path.join(os.path.dirname(__file__), "preempted_jobs.py")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(520)  # dozens of attempts
 @pytest.mark.parametrize("job", ["fit", "loop"])
 def test_random_moments(tmp_path, job):
     command = [sys.executable, _PROGRAM, tmp_path, job, "20", "0"]

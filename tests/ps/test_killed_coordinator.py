@@ -29,6 +29,7 @@ def attempt(cluster, folder, last, kind="none", at=0):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # dozens of processes
 def test_killed_before_calls_for_files(tmp_path):
     folder = str(tmp_path / "run")
     with ts.testing.LocalCluster(num_workers=1, num_ps=2) as cluster:
