@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,6 +35,9 @@ from torchstrategy.xla.kernels import KEYS
 from torchstrategy.xla.runtime import TpuRuntime
 
 __all__ = ["Region"]
+
+#: How long a thread of autograd's or XLA's may take to let go of what it has worked with.
+_LET_GO_S = 0.2
 
 
 class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -245,6 +249,9 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.has_living_local_values():
             return []
         gc.collect()
+        deadline = time.monotonic() + _LET_GO_S
+        while self.has_living_local_values() and time.monotonic() < deadline:
+            time.sleep(0.001)
         if not self.has_living_local_values():
             return []
         found = [obj for obj in gc.get_objects() if issubclass(type(obj), Tensor) and is_on_device(obj)]
