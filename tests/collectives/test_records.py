@@ -175,7 +175,7 @@ def test_a_body_that_is_too_long_is_refused_where_it_comes_from(meshes, monkeypa
 def test_strangers_are_turned_away(greeting):
     def intrude(store):
         host, port = store.get("address/0").decode().split()
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        with socket.create_connection((host, int(port)), timeout=30) as stranger:
             stranger.sendall(greeting)
             assert stranger.recv(1) == b""
 
@@ -187,7 +187,7 @@ def test_strangers_are_turned_away(greeting):
 def test_a_stranger_with_the_key_but_a_foreign_rank_is_turned_away():
     def intrude(store):
         host, port = store.get("address/0").decode().split()
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        with socket.create_connection((host, int(port)), timeout=30) as stranger:
             stranger.sendall(store.get("key") + (7).to_bytes(8, "little"))
             assert stranger.recv(1) == b""
 
