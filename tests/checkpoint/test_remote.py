@@ -17,10 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 import torchstrategy as ts
 from tests.clusters import as_task
 from tests.estimator.cluster_tasks import Tasks
-from tests.estimator.lines import input_fn, make_estimator, model_fn, receiver_fn
+from tests.estimator.lines import input_fn, make_estimator, model_fn, receiver_fn, steps_until_the_end
 from torchstrategy.checkpoint.storage import local_copy
 from torchstrategy.errors import DataLossError, FailedPreconditionError, NotFoundError
-from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, EndOfTraining, evaluate_continuously
+from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, EndOfTraining
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
 
 est = ts.estimator
@@ -294,20 +294,7 @@ def test_an_evaluator_there_waits_for_the_end_of_training(folder):
     end = EndOfTraining(folder)
     assert not end.is_declared()  # that is an earlier training's
     end.clear()
-    evaluated = []
-
-    class Evaluator(CheckpointEvaluator):
-        def evaluate(self):
-            made = super().evaluate()
-            evaluated.append(made.metrics and made.metrics["global_step"])
-            if len(evaluated) == 1:
-                estimator.train(input_fn, steps=1)
-                end.declare(estimator.latest_checkpoint())
-            return made
-
-    spec = est.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=600)
-    evaluate_continuously(Evaluator(estimator, spec, None), spec, end)
-    assert evaluated == [2, 3, None]
+    assert steps_until_the_end(estimator, end) == [2, 3, None]
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_passed_over(monkeypatch, caplog):

@@ -3,6 +3,7 @@
 import torch
 
 import torchstrategy as ts
+from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, evaluate_continuously
 
 
 class Line(torch.nn.Module):
@@ -56,3 +57,21 @@ def train_and_evaluate_on_a_rank(model_dir):
         ts.estimator.EvalSpec(eval_input_fn, steps=2, throttle_secs=0),
     )
     return result, len(calls)
+
+
+def steps_until_the_end(estimator, end):
+    """Evaluate until training has ended, which it does after one more step; return the steps that were evaluated."""
+    evaluated = []
+
+    class Evaluator(CheckpointEvaluator):
+        def evaluate(self):
+            made = super().evaluate()
+            evaluated.append(made.metrics and made.metrics["global_step"])
+            if len(evaluated) == 1:
+                estimator.train(input_fn, steps=1)
+                end.declare(estimator.latest_checkpoint())
+            return made
+
+    spec = ts.estimator.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=600)
+    evaluate_continuously(Evaluator(estimator, spec, None), spec, end)
+    return evaluated

@@ -8,8 +8,14 @@ import torch
 
 import torchstrategy as ts
 from tests.clusters import as_task
-from tests.estimator.lines import input_fn, make_estimator, model_fn, train_and_evaluate_on_a_rank
-from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, EndOfTraining, evaluate_continuously
+from tests.estimator.lines import (
+    input_fn,
+    make_estimator,
+    model_fn,
+    steps_until_the_end,
+    train_and_evaluate_on_a_rank,
+)
+from torchstrategy.estimator.checkpoint_evaluator import CheckpointEvaluator, EndOfTraining
 from torchstrategy.estimator.eval_metrics import read_eval_metrics
 
 est = ts.estimator
@@ -190,20 +196,7 @@ def test_an_evaluator_waits_for_the_training_to_be_over(tmp_path, monkeypatch):
     estimator = make_estimator(tmp_path)
     estimator.train(input_fn, steps=2)
     end = EndOfTraining(str(tmp_path))
-    evaluated = []
-
-    class Evaluator(CheckpointEvaluator):
-        def evaluate(self):
-            made = super().evaluate()
-            evaluated.append(made.metrics and made.metrics["global_step"])
-            if len(evaluated) == 1:
-                estimator.train(input_fn, steps=1)
-                end.declare(estimator.latest_checkpoint())
-            return made
-
-    spec = est.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=600)
-    evaluate_continuously(Evaluator(estimator, spec, None), spec, end)
-    assert evaluated == [2, 3, None]
+    assert steps_until_the_end(estimator, end) == [2, 3, None]
 
 
 def test_the_end_of_an_earlier_training_counts_after_a_while(tmp_path, monkeypatch):

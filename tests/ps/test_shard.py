@@ -340,7 +340,7 @@ def test_a_request_whose_reply_was_lost_is_known(saved, tmp_path):
     assert value_in(two.service) == [2.0, 2.0]
     ask(two.service, "update", 3, torch.ones(2))
     assert value_in(two.service) == [3.0, 3.0]
-    assert two.service.admit({"role": "worker"})["restored"]["servers"].keys() == {saved.incarnation}
+    assert two.service.admit({"role": "worker"})["restored"].keys() == {saved.incarnation}
     two.shard.close()
 
 
@@ -425,7 +425,7 @@ def test_a_process_that_was_replaced_saves_no_more(saved, tmp_path, caplog, monk
     three = make(tmp_path)
     three.shard.start()
     assert value_in(three.service) == [3.0, 3.0]
-    servers = three.service.held.restored.servers
+    servers = three.service.held.restored
     assert servers[saved.incarnation] is not None  # which was replaced
     assert servers[two.incarnation] is None  # which has ended well
     three.shard.close()

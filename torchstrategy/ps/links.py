@@ -339,7 +339,7 @@ class ServerLink:
             self.refused(peer, f"it is a {job} and no parameter server; do all tasks have the same cluster?")
             return
         before, self.incarnation = self.incarnation or welcome["server"], welcome["server"]
-        restored = {self.incarnation: None, **welcome.get("restored", {}).get("servers", {})}
+        restored = {self.incarnation: None, **welcome.get("restored", {})}
         self._is_saved = welcome.get("is_saved", False)
         values, lost_since = "its variables are as they were", restored.get(before)
         if before not in restored:

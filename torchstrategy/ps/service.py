@@ -97,7 +97,7 @@ class ParameterService:
             self.is_shared = True
             self.training.joined(hello)
         self.held.note_back(str(hello.get("client")))  # and not where it asks: that may be after its loss
-        restored = {} if self.held.restored is None else {"restored": self.held.restored._asdict()}
+        restored = {"restored": self.held.restored} if self.held.restored else {}
         return {"job": "ps", "is_saved": self.is_saved and not self.is_shared, **restored}
 
     def tensor(self, session: Session, message: Message) -> Message:

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torchstrategy.ps.transport.messages import Message
 from torchstrategy.ps.transport.secret import Secret
 from torchstrategy.ps.user_modules import dumps
 
-__all__ = ["Held", "Restored", "Shard"]
+__all__ = ["Held", "Shard"]
 
 _NAME = "shard"
 _PROBE = "shard.writable"
@@ -50,24 +50,16 @@ _VERSION_BITS = 31
 _REMEMBERED_S = 3600.0
 
 
-class Restored(NamedTuple):
-    """Whose variables a server has that was started again.
-
-    Args:
-        servers: incarnations of the processes that had them before, and of each when what it changed began to be lost,
-            in seconds since 1970; ``None`` if nothing is. One may have ended well, and its successor not.
-    """
-
-    servers: dict[str, float | None]
-
-
 class Held:
     """All that one coordinator has put on this server."""
 
-    def __init__(self, coordinator: int | None = None, restored: Restored | None = None) -> None:
+    def __init__(self, coordinator: int | None = None, restored: dict[str, float | None] | None = None) -> None:
         #: Incarnation of the coordinator.
         self.coordinator = coordinator
-        self.restored = restored
+        #: If the server was started again: incarnations of the processes that had the variables before, and since when
+        #: what each of them changed is lost, in seconds since 1970; ``None`` if nothing is. One may have ended
+        #: well, and its successor not.
+        self.restored = restored or {}
         #: Requests that may have changed something, and how many of them were saved.
         self.num_changes = self.num_saved = 0
         self.store = ParameterStore()
@@ -260,7 +252,7 @@ class Shard:
         state |= {
             "task": self._task,
             "coordinator": held.coordinator,
-            "servers": {**(held.restored.servers if held.restored else {}), self._incarnation: None},
+            "servers": {**held.restored, self._incarnation: None},
             "is_last": is_last,
             "signature": self._signature(state["optimizers"]),
         }
@@ -286,7 +278,7 @@ class Shard:
         lost_since = None if state["is_last"] else saved_at
         servers = {server: lost_since if since is None else since for server, since in state["servers"].items()}
         try:
-            self._service.held = _held(state, Restored(servers))
+            self._service.held = _held(state, servers)
         except ImportError as error:
             raise ImportError(
                 f"{path} has an optimizer that can't be made here: {error}. Install what it needs. If that training "
@@ -334,7 +326,7 @@ def _capture(held: Held) -> dict[str, Any]:
     }
 
 
-def _held(state: Mapping[str, Any], restored: Restored) -> Held:
+def _held(state: Mapping[str, Any], restored: dict[str, float | None]) -> Held:
     held = Held(state["coordinator"], restored)
     first_version = secrets.randbits(_VERSION_BITS) << _VERSION_BITS
     for (variable, part, name, trainable), value in zip(state["parts"], state["values"], strict=True):
