@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -31,12 +31,18 @@ _is_users: dict[str, bool] = {}
 _BACKWARD = _engine_run_backward.__code__
 
 
-class Site(NamedTuple):
-    """An operation, and the innermost frame of the user's that called it: its code and the instruction there."""
+class Site:
+    """An operation, and the innermost frame of the user's that called it: its code and the instruction there.
 
-    operation: Any
-    code: CodeType | None
-    instruction: int
+    Each call has its own, so that a tensor that is marked with it is still alive as long as the site is.
+    """
+
+    __slots__ = ("__weakref__", "code", "instruction", "operation")
+
+    def __init__(self, operation: Any, code: CodeType | None, instruction: int) -> None:
+        self.operation = operation
+        self.code = code
+        self.instruction = instruction
 
 
 class _Backward(threading.local):

@@ -65,7 +65,9 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_decomposing = False
         #: The count of batches that a batch norm layer read before it calls its operation.
         self.batch_count: Tensor | None = None
-        self._made: list[weakref.ref[Tensor]] = []
+        #: The marks of what was made here. Not the tensors: torch 2.9 ends the process if one is asked for by a weak
+        #: reference while a thread of autograd's frees it.
+        self._marks: list[weakref.ref[Site]] = []
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
         self._patches: list[contextlib.AbstractContextManager[None]] = []
 
@@ -104,7 +106,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         site = find_site(func)
         if result.__class__ is Tensor:
             setattr(result, MARK, site)
-            self._made.append(weakref.ref(result))
+            self._marks.append(weakref.ref(site))
         elif result is not None:
             self.mark_results(result, site)
         return result
@@ -136,7 +138,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._entered.get(id(value))
         if known is None:
             own = self.runtime.enter(value, split=False)
-            setattr(own, MARK, find_site(None))  # not in self._made: it lives as long as the region
+            setattr(own, MARK, find_site(None))  # not in self._marks: it lives as long as the region
             known = self._entered[id(value)] = (value, own)  # plain tensors are values: they don't change
         return known[1]
 
@@ -171,7 +173,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             site = find_site(site)
         if isinstance(results, Tensor):
             setattr(results, MARK, site)
-            self._made.append(weakref.ref(results))
+            self._marks.append(weakref.ref(site))
         elif isinstance(results, (tuple, list)):
             for result in results:
                 self.mark_results(result, site)
@@ -238,7 +240,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def has_living_local_values(self) -> bool:
         """Say whether anything, such as an autograd graph, still holds a local value of this region. Fast."""
-        return any(map(_lives_and_is_local, self._made))
+        return any(mark() is not None for mark in self._marks)
 
     def local_values(self) -> list[Tensor]:
         """Return the local tensors that Python code can still reach; slow if there are any.
@@ -303,11 +305,3 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _draw_seed() -> int:
     return int(torch.randint(2**31, (), device="cpu").item())
-
-
-def _lives_and_is_local(reference: weakref.ref[Tensor]) -> bool:
-    tensor = reference()
-    if tensor is None:
-        return False
-    tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ may be the only owner
-    return get_mark(tensor) is not None

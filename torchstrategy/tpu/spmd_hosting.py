@@ -215,11 +215,12 @@ class SpmdHosting(DirectHosting):
 
     def _keep_recorded(self, trace: Trace) -> list[str]:
         trace_ends(self._runtime.device.type)
-        entered, self._entered = self._entered, {}
-        for tensor, mark, outside, rows in entered.values():
-            if trace.region.mark_of(tensor) is mark:  # read, at most
-                tensor.data = outside
-                self.state.hold(tensor, rows)
+        mark_of = trace.region.mark_of
+        read = [(tensor, old, rows) for tensor, mark, old, rows in self._entered.values() if mark_of(tensor) is mark]
+        self._entered.clear()  # a mark that is kept looks like a tensor that is alive
+        for tensor, outside, rows in read:
+            tensor.data = outside
+            self.state.hold(tensor, rows)
         different: list[str] = []
         for name, tensor in self.state.names().values() if trace.has_local_values() else ():
             if tensor.device != self._runtime.device or not trace.is_local(tensor):
