@@ -6,12 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed import HashStore, PrefixStore
 
-from torchstrategy.collectives.records import connect_records
+from torchstrategy.collectives.records import by_rank, connect_records
 from torchstrategy.collectives.shared_memory import share_memory
 
 
 def no_check():
     return None
+
+
+def exchange_bodies(records, body):
+    """Return every rank's body, given one rank's connections and its own."""
+    return by_rank(records.start(body, no_check)(no_check))
 
 
 def on_ranks(size, fn):
@@ -36,7 +41,8 @@ class Group:
         """Return what exchanges a rank's payloads."""
 
         def exchange(payload):
-            return [json.loads(body) for body in self.records[rank].exchange(json.dumps(payload).encode(), no_check)]
+            bodies = exchange_bodies(self.records[rank], json.dumps(payload).encode())
+            return [json.loads(body) for body in bodies]
 
         return exchange
 

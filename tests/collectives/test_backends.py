@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from tests.collectives.groups import GoneByNow, Group, no_check, on_ranks
+from tests.collectives.groups import GoneByNow, Group, exchange_bodies, no_check, on_ranks
 from torchstrategy.collectives import backends as module
 from torchstrategy.collectives.backends import (
     C10dBackend,
@@ -109,7 +109,7 @@ def test_messages_out_of_step_are_found(other):
 
     def run(rank):
         if rank == 1:
-            return group.records[1].exchange(other, no_check)
+            return exchange_bodies(group.records[1], other)
         with pytest.raises(ConnectionError, match="lost step"):
             backend.start_sum(tensor)(no_check)
         return tensor.tolist()

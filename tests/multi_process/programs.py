@@ -147,7 +147,7 @@ def fails(kind: str) -> object:
     strategy = ts.MirroredStrategy(communication_options=options)
     rank = strategy.workers.rank
     if kind == "raises after an early start":
-        strategy.workers.start_exchange("what comes early", None)
+        strategy.workers.start_sum_of_numbers("what comes early", [1])
 
     def fn() -> object:
         context = ts.get_replica_context()
@@ -353,17 +353,17 @@ def disagreements() -> list[str]:
 
 
 def exchanges_started_early() -> list[object]:
-    """Return what exchanges give that start before other collectives, and messages where the ranks then differ."""
+    """Return sums of numbers that start before other collectives, and messages where the ranks then differ."""
     strategy = ts.MirroredStrategy()
     workers = strategy.workers
     rank = workers.rank
-    finish = workers.start_exchange("one", rank)
+    finish = workers.start_sum_of_numbers("one", [rank, 0.25])
     where = workers.watch.position
     between = float(strategy.reduce("sum", torch.ones(())))
-    both = [workers.start_exchange(name, [name, rank]) for name in ("two", "three")]
+    both = [workers.start_sum_of_numbers(name, [10 * len(name) + rank]) for name in ("two", "three")]
     several = [result() for result in both]
     once_more = finish()
-    wrong = workers.start_exchange("mine" if rank else "yours", rank)
+    wrong = workers.start_sum_of_numbers("mine" if rank else "yours", [rank])
     refused = [message_of(lambda: workers.exchange("the next", None) and None), message_of(lambda: wrong() and None)]
     return [finish(), where, between, several, once_more, refused, float(strategy.reduce("sum", torch.ones(())))]
 
@@ -496,8 +496,8 @@ def fail_after_a_collective() -> list[str]:
     workers = strategy.workers
     start = workers._records.start
 
-    def start_slowly(body: bytes, check: Any) -> Any:
-        receive = start(body, check)
+    def start_slowly(body: bytes, check: Any, unite: Any) -> Any:
+        receive = start(body, check, unite)
 
         def receive_late(check: Any) -> Any:
             assert workers.watch.wait_for_report(20.0) is not None

@@ -1,17 +1,18 @@
-"""What a name such as ``"mse"`` stands for, what was probably meant if nothing does, and the names of classes."""
+"""What a name such as ``"mse"`` stands for, what was probably meant if nothing does; names of classes and of ranks."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
-__all__ = ["dtype_name", "find", "set_default_dtype", "snake_case", "uncompiled_name"]
+__all__ = ["dtype_name", "find", "named_ranks", "set_default_dtype", "snake_case", "uncompiled_name"]
 
 _T = TypeVar("_T")
+_MOST_LISTED = 4  # ranks that follow each other
 
 
 def find(name: str, known: Mapping[str, _T], argument: str, remedy: str) -> _T:
@@ -76,3 +77,15 @@ def set_default_dtype(name: object) -> None:
 def uncompiled_name(name: str) -> str:
     """Return a parameter's name, or the beginning of one, as it is in a module that was not compiled."""
     return f"{name}.".replace("_orig_mod.", "").removesuffix(".")
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks, which rise, as a text: ``rank 3``, or ``ranks 0, 1, 5 to 1023``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    parts = [f"{span[0]} to {span[-1]}" if len(span) > _MOST_LISTED else ", ".join(map(str, span)) for span in spans]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}" if ranks else "none"

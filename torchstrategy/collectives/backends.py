@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.records import Records
+from torchstrategy.collectives.records import Records, by_rank
 from torchstrategy.collectives.summing import as_addable, sum_in_order
 
 __all__ = [
@@ -208,7 +208,7 @@ class MessageBackend(_WaitingBackend):
 
     def _exchange(self, data: bytes, check: Check) -> list[bytes]:
         check()
-        bodies = self._records.exchange(_MARK + data, check)
+        bodies = by_rank(self._records.start(_MARK + data, check)(check))
         if any(not body.startswith(_MARK) or len(body) != len(data) + len(_MARK) for body in bodies):
             raise ConnectionError("the ranks lost step: some send data where others don't")
         return [body[len(_MARK) :] for body in bodies]

@@ -21,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
+from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
@@ -115,7 +116,7 @@ class FailureWatch:
             first, *others = silent
             how = _SILENT.format(heartbeat_seconds())
             if others:
-                how += f"; nor {'does' if len(others) == 1 else 'do'} {_ranks(others)}"
+                how += f"; nor {'does' if len(others) == 1 else 'do'} {named_ranks(others)}"
             return lost_record(first, how)
         return self._first
 
@@ -282,9 +283,11 @@ class FailureWatch:
         arrived = [rank for rank, (place, *_) in enumerate(lines) if _without_site(place) == own]
         not_known = [rank for rank, (place, *_) in enumerate(lines) if place == _CUT_OFF]
         others = [rank for rank in range(self._size) if rank not in (*arrived, *not_known)]
-        count = f"Arrived: {_ranks(arrived)}. Not arrived: {_ranks(others)}. " if own.startswith("in ") else ""
+        count = (
+            f"Arrived: {named_ranks(arrived)}. Not arrived: {named_ranks(others)}. " if own.startswith("in ") else ""
+        )
         if count and not_known:
-            count += f"Not known: {_ranks(not_known)}. "
+            count += f"Not known: {named_ranks(not_known)}. "
         rows = []
         for rank, (place, *stack) in enumerate(lines):
             rows += [f"  rank {rank}: {place}", *(f"    {frame}" for frame in stack if rank in others)]
@@ -394,7 +397,3 @@ def describe(record: Record) -> str:
 
 def _without_site(place: str) -> str:
     return place.rpartition(" at ")[0]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "none"

@@ -7,6 +7,7 @@ garbage or aborts. A user's small tensors travel in the same message.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,16 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import call_site, warn_once
+from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Waiting, watch_for_stalls
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.failures import describe
-from torchstrategy.collectives.records import connect_records
+from torchstrategy.collectives.records import Group, Unite, connect_records
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.errors import (
     DeadlineExceededError,
@@ -40,6 +42,12 @@ _ON_ITS_WAY_S = 5.0
 _MOST_NAMED = 4  # tensors in an error
 
 _Result = TypeVar("_Result")
+
+
+class _Row(NamedTuple):
+    payload: Any
+    data: bytes
+    ranks: Sequence[int]
 
 
 class RecordGroup:
@@ -61,7 +69,7 @@ class RecordGroup:
         self.watch = rendezvous.watch
         self._timeout_s = timeout_s
         self._sequence = 0
-        self._started: Callable[[], list[Any]] | None = None
+        self._started: Callable[[], object] | None = None
         self._waiting = Waiting(self.watch.stall)
         watch_for_stalls(self._waiting)
         self._operations: set[str] = set()  # that were completed once
@@ -96,32 +104,57 @@ class RecordGroup:
         """
         return self._exchange(operation, payload)[0]
 
-    def start_exchange(self, operation: str, payload: Any) -> Callable[[], list[Any]]:
-        """Send this rank's payload, so that nobody waits for it who needs it later.
+    def unite(
+        self, operation: str, payload: Any, masks: Sequence[int] = (), counts: Sequence[float] = ()
+    ) -> tuple[list[Any], list[int], list[float]]:
+        """Do as ``exchange``, and unite what differs between ranks that do the same, so that messages stay short.
 
         Args:
             operation: what this rank is doing, as an error message should call it.
-            payload: anything JSON can hold, of up to a few hundred bytes.
+            payload: anything JSON can hold, which is equal on most ranks.
+            masks: numbers, not negative, whose bits mean something; as many on all ranks.
+            counts: numbers to be added up; as many on all ranks.
 
         Returns:
-            A function that waits for the others' payloads and returns all, in the order of ranks; errors as in
-            ``exchange``. The next collective waits for them too, and raises these errors, if it comes first.
-        """
-        finish = self._start_exchange(operation, payload)
-        payloads: Future[list[Any]] = Future()
+            The payloads in the order of ranks; then of each mask the bits that any rank has set; then the sums of the
+            counts, to the bit the same on all ranks.
 
-        def result() -> list[Any]:
-            if not payloads.done():
+        Raises:
+            DisagreementError: another rank is in another operation.
+            ReplicaFailedError: another rank failed or is gone.
+            DeadlineExceededError: not all ranks arrived in time.
+        """
+        return self._united(self._start_exchange(operation, payload, _encode(masks, counts), _unite)())
+
+    def start_sum_of_numbers(self, operation: str, counts: Sequence[float]) -> Callable[[], list[float]]:
+        """Send this rank's numbers, so that nobody waits for them who needs them later.
+
+        Args:
+            operation: what this rank is doing, as an error message should call it.
+            counts: numbers to be added up; as many on all ranks.
+
+        Returns:
+            A function that waits for the others' and returns the sums; errors as in ``unite``. The next collective
+            waits for them too, and raises these errors, if it comes first.
+        """
+        finish = self._start_exchange(operation, None, _encode((), counts), _unite)
+        sums: Future[list[float]] = Future()
+
+        def result() -> list[float]:
+            if not sums.done():
                 self._started = None
                 try:
-                    payloads.set_result(finish()[0])
+                    sums.set_result(self._united(finish())[2])
                 except BaseException as error:
-                    payloads.set_exception(error)
+                    sums.set_exception(error)
                     raise
-            return payloads.result()
+            return sums.result()
 
         self._started = result
         return result
+
+    def _united(self, rows: list[_Row]) -> tuple[list[Any], list[int], list[float]]:
+        return _spread(rows, 0), *_decode(functools.reduce(_unite, [row.data for row in rows]))
 
     def broadcast_object(self, operation: str, payload: Any) -> Any:
         """Return rank 0's payload (anything JSON can hold) on every rank; errors as in ``exchange``."""
@@ -155,11 +188,12 @@ class RecordGroup:
 
     def _exchange(self, operation: str, payload: Any, data: bytes | None = None) -> tuple[list[Any], list[bytes]]:
         """Exchange payloads, and data that travels along; a rank that brings none has empty data."""
-        return self._start_exchange(operation, payload, data)()
+        rows = self._start_exchange(operation, payload, data)()
+        return _spread(rows, 0), _spread(rows, 1)
 
     def _start_exchange(
-        self, operation: str, payload: Any, data: bytes | None = None
-    ) -> Callable[[], tuple[list[Any], list[bytes]]]:
+        self, operation: str, payload: Any, data: bytes | None = None, unite: Unite | None = None
+    ) -> Callable[[], list[_Row]]:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"{operation} was called in a process that os.fork has made of rank {self.rank} (multiprocessing with "
@@ -177,49 +211,50 @@ class RecordGroup:
         head = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode() + b"\n"
         body = head + data if data else head
         self._checker(operation)()
-        receive = self._guarded(operation, lambda check: self._records.start(body, check), payload)
+        receive = self._guarded(operation, lambda check: self._records.start(body, check, unite), payload)
         self.watch.position = f"after the start of {where}"
 
-        def finish() -> tuple[list[Any], list[bytes]]:
+        def finish() -> list[_Row]:
             self.watch.position = f"in {where}"
             self._waiting.begin(is_first=operation not in self._operations)
             try:
                 with label("wait", operation, len(body), "bytes in a message"):
-                    bodies = self._guarded(operation, receive, payload)
+                    groups = self._guarded(operation, receive, payload)
             finally:
                 self._waiting.end()
             self._operations.add(operation)
             self.watch.position = f"after {where}"
-            return self._read(bodies, head, payload)
+            return self._read(groups, head, payload)
 
         return finish
 
-    def _read(self, bodies: list[bytes], head: bytes, payload: Any) -> tuple[list[Any], list[bytes]]:
-        """Return the payloads and data of the ranks' bodies, after a comparison of what the ranks are doing."""
-        if all(body.startswith(head) for body in bodies):
-            return [payload] * self.size, [body[len(head) :] for body in bodies]
+    def _read(self, groups: list[Group], head: bytes, payload: Any) -> list[_Row]:
+        """Return what the ranks have brought, after a comparison of what they are doing."""
+        if all(body.startswith(head) for body, _ in groups):
+            return [_Row(payload, body[len(head) :], ranks) for body, ranks in groups]
         _, operation, site, _ = json.loads(head)
-        if any(not body.startswith(b"[") for body in bodies):
+        if any(not body.startswith(b"[") for body, _ in groups):
             self.give_up(f"the ranks lost step in {operation}")
             raise DisagreementError(f"{operation}: this rank compares records while another one sends data.")
         # JSON has no line breaks.
-        records, _, parts = zip(*(body.partition(b"\n") for body in bodies), strict=True)
+        records, _, parts = zip(*(body.partition(b"\n") for body, _ in groups), strict=True)
         rows = [json.loads(record) for record in records]
+        who = [named_ranks(ranks) for _, ranks in groups]
         if any(row[:2] != rows[0][:2] for row in rows):
             raise DisagreementError(
                 "The ranks are not in the same collective:\n"
-                + "\n".join(f"  rank {r}: {row[1]} (number {row[0]}) at {row[2]}" for r, row in enumerate(rows))
+                + "\n".join(f"  {who[r]}: {row[1]} (number {row[0]}) at {row[2]}" for r, row in enumerate(rows))
                 + "\nEvery rank must make the same collective calls in the same order: look for a call that only "
                 "some ranks make, such as one inside `if rank == 0:`." + self._about_threads()
             )
         if any(row[2] != site for row in rows):  # it may be meant, so this is no error
             warn_once(
                 f"The ranks meet in {operation}, but from different lines:\n"
-                + "\n".join(f"  rank {r}: {row[2]}" for r, row in enumerate(rows))
+                + "\n".join(f"  {who[r]}: {row[2]}" for r, row in enumerate(rows))
                 + "\nIf a rank has left out a call, or made one more, values of different calls are combined. Every "
                 "rank must make the same collective calls in the same order."
             )
-        return [row[3] for row in rows], list(parts)
+        return [_Row(row[3], data, ranks) for row, data, (_, ranks) in zip(rows, parts, groups, strict=True)]
 
     def _about_threads(self) -> str:
         if len(self._threads) < 2:
@@ -317,6 +352,30 @@ def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
     """
     if any(other != brought[0] for other in brought):
         raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{_differences(brought)}")
+
+
+def _encode(masks: Sequence[int], counts: Sequence[float]) -> bytes:
+    return json.dumps([[f"{mask:x}" for mask in masks], list(counts)], separators=(",", ":")).encode()
+
+
+def _decode(data: bytes) -> tuple[list[int], list[float]]:
+    masks, counts = json.loads(data)
+    return [int(mask, 16) for mask in masks], counts
+
+
+def _unite(one: bytes, other: bytes) -> bytes:
+    """Return for two ranks, or groups of ranks, what ``RecordGroup.unite`` says of both."""
+    (masks, counts), (more_masks, more_counts) = _decode(one), _decode(other)
+    united = [mask | more for mask, more in zip(masks, more_masks, strict=True)]
+    return _encode(united, [count + more for count, more in zip(counts, more_counts, strict=True)])
+
+
+def _spread(rows: Sequence[_Row], place: int) -> list[Any]:
+    """Return for each rank what its group has brought."""
+    if len(rows) == 1:
+        return [rows[0][place]] * len(rows[0].ranks)
+    found = {rank: row[place] for row in rows for rank in row.ranks}
+    return [found[rank] for rank in range(len(found))]
 
 
 def _about(brought: Any) -> str:

@@ -3,18 +3,21 @@
 The calling thread itself writes and reads. A gloo collective of this size hands over to other threads: 370 µs instead
 of 40 between two busy processes on two cores.
 
-Up to 16 ranks are connected in pairs, and a message takes one hop. With more, a rank writes to its host's first rank,
-the hosts' first ranks write to rank 0, and the answer comes back the same way: four hops, but few connections.
+Up to 16 ranks are connected in pairs, and a message takes one hop. More are a tree, in which each rank has at most 16
+children: what it knows of its own part of the tree goes up, and what rank 0 then knows of all comes down. Equal bodies
+travel once, with the ranks that have brought them: a message is as long for a thousand ranks as for two while they do
+the same. What differs between them all the same can be united on the way.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -22,7 +25,17 @@ from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import BACKLOG, Ask, Check, lookup_name
 from torchstrategy.collectives.joining import Channel, connect_ranks
 
-__all__ = ["MAX_BODY_BYTES", "MAX_MESH_SIZE", "RecordMesh", "RecordTree", "Records", "connect_records"]
+__all__ = [
+    "MAX_BODY_BYTES",
+    "MAX_MESH_SIZE",
+    "Group",
+    "RecordMesh",
+    "RecordTree",
+    "Records",
+    "Unite",
+    "by_rank",
+    "connect_records",
+]
 
 #: More ranks than this are connected as a tree.
 MAX_MESH_SIZE = 16
@@ -33,8 +46,15 @@ _HEADER_BYTES = 8
 # What a rank sends before it reads; far below what the sockets buffer.
 _FIRST_BYTES = 24 << 10
 _KEY_BYTES = 32
+#: Children of a rank in the tree, on its host and, if it is its host's first rank, on others: fewer make the tree
+#: deeper, more let a rank read and write more messages.
+_NUM_CHILDREN = 8
 
-Finish = Callable[[Check], list[bytes]]
+#: A body, and the ranks that have brought it.
+Group: TypeAlias = tuple[bytes, Sequence[int]]
+#: Makes one of the ends of two bodies, behind their first line break, whose first lines are equal.
+Unite: TypeAlias = Callable[[bytes, bytes], bytes]
+Finish: TypeAlias = Callable[[Check], list[Group]]
 
 
 class Records(Protocol):
@@ -42,36 +62,30 @@ class Records(Protocol):
 
     rank: int
 
-    def exchange(self, body: bytes, check: Check) -> list[bytes]:
-        """Give every rank every rank's body.
+    def start(self, body: bytes, check: Check, unite: Unite | None = None) -> Finish:
+        """Send a body, and receive those of the others when they are needed.
 
         Args:
             body: this rank's.
             check: called while waiting; may raise to end the wait, after which the connections can't be used.
+            unite: makes one body of those that have equal first lines, in the same order on all ranks.
 
         Returns:
-            The bodies in the order of ranks.
+            A function that takes a ``check`` and returns the bodies and who has brought them, in the order of the first
+            ranks. It must be called once, before anything else is started.
 
         Raises:
             ValueError: the body is longer than ``MAX_BODY_BYTES``.
             ConnectionError: another rank has closed its connection, or sends garbage.
         """
 
-    def start(self, body: bytes, check: Check) -> Finish:
-        """Send a body, and receive those of the others when they are needed.
 
-        Args:
-            body: this rank's.
-            check: as for ``exchange``.
-
-        Returns:
-            A function that takes a ``check`` and returns the bodies in the order of ranks. It must be called once,
-            before anything else is exchanged.
-
-        Raises:
-            ValueError: the body is longer than ``MAX_BODY_BYTES``.
-            ConnectionError: another rank has closed its connection.
-        """
+def by_rank(groups: Sequence[Group]) -> list[bytes]:
+    """Return the bodies of all groups in the order of ranks."""
+    if len(groups) == 1:
+        return [groups[0][0]] * len(groups[0][1])
+    bodies = {rank: body for body, ranks in groups for rank in ranks}
+    return [bodies[rank] for rank in range(len(bodies))]
 
 
 def connect_records(
@@ -105,10 +119,12 @@ def connect_records(
     if size <= MAX_MESH_SIZE:
         others = range(rank), range(rank + 1, size)
         return RecordMesh(_connect(store, address, rank, *others, timeout_s, check, ask), rank)
-    leader, children = _place_in_tree(rank, hosts)
-    parents = [] if rank == leader == 0 else [0 if rank == leader else leader]
-    channels = _connect(store, address, rank, parents, children, timeout_s, check, ask)
-    return RecordTree(channels, rank, size, hosts)
+    tree = _Tree(hosts)
+    parent = tree.parents[rank]
+    channels = _connect(
+        store, address, rank, [] if parent is None else [parent], tree.children[rank], timeout_s, check, ask
+    )
+    return RecordTree(channels, rank, tree)
 
 
 class RecordMesh:
@@ -124,16 +140,22 @@ class RecordMesh:
         self._channels = dict(sorted(channels.items()))
         weakref.finalize(self, _close_all, self._channels).atexit = False
 
-    def exchange(self, body: bytes, check: Check) -> list[bytes]:
-        """Give every rank every rank's body, see ``Records``."""
-        return self.start(body, check)(check)
-
-    def start(self, body: bytes, check: Check) -> Finish:
+    def start(self, body: bytes, check: Check, unite: Unite | None = None) -> Finish:
         """Send a body now and receive later, see ``Records``."""
         message = _header(body) + body[:_FIRST_BYTES]
         for channel in self._channels.values():
             channel.send(message, check)
-        return functools.partial(self._receive, body)
+        return functools.partial(self._finish, body, unite)
+
+    def _finish(self, body: bytes, unite: Unite | None, check: Check) -> list[Group]:
+        bodies = self._receive(body, check)
+        if unite is None:
+            is_one = bodies.count(body) == len(bodies)
+            return [(body, range(len(bodies)))] if is_one else [(one, [rank]) for rank, one in enumerate(bodies)]
+        found = _Found(unite)
+        for rank, one in enumerate(bodies):
+            found.add(one, (rank, rank + 1))
+        return [(one, _members(spans)) for one, spans in found.bodies()]
 
     def _receive(self, body: bytes, check: Check) -> list[bytes]:
         size = len(self._channels) + 1
@@ -153,61 +175,138 @@ class RecordMesh:
         return bodies
 
 
+class _Tree:
+    """Who is whose parent: hosts' first ranks form a tree, and below each one the other ranks of its host.
+
+    Args:
+        hosts: for each rank the number of its host; rank 0 is on the first one.
+    """
+
+    def __init__(self, hosts: Sequence[int]) -> None:
+        members: dict[int, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            members.setdefault(host, []).append(rank)
+        self.parents: list[int | None] = [None] * len(hosts)
+        #: For each rank those on its host, then those that lead other hosts.
+        self.children: list[list[int]] = [[] for _ in hosts]
+        for ranks in [*members.values(), [ranks[0] for ranks in members.values()]]:
+            for place, rank in enumerate(ranks[1:]):
+                parent = ranks[place // _NUM_CHILDREN]
+                self.parents[rank] = parent
+                self.children[parent].append(rank)
+        #: The ranks as they are visited: the ranks below one follow it.
+        self.order: list[int] = []
+        below = [0]
+        while below:
+            self.order.append(below.pop())
+            below += reversed(self.children[self.order[-1]])
+        self.places = {rank: place for place, rank in enumerate(self.order)}
+        self.sizes = [1] * len(hosts)
+        for rank in reversed(self.order):
+            parent_of_rank = self.parents[rank]
+            if parent_of_rank is not None:
+                self.sizes[parent_of_rank] += self.sizes[rank]
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the places in ``order`` of a rank and of those below it, as a range's bounds."""
+        place = self.places[rank]
+        return place, place + self.sizes[rank]
+
+
 class RecordTree:
-    """Connections from each rank to its host's first rank, and from these to rank 0.
+    """Connections from each rank to its parent in a tree, and to its children.
 
     Args:
         channels: to this rank's parent and children.
         rank: this process's id.
-        size: number of processes.
-        hosts: for each rank the number of its host.
+        tree: of all ranks.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], rank: int, size: int, hosts: Sequence[int]) -> None:
+    def __init__(self, channels: Mapping[int, Channel], rank: int, tree: _Tree) -> None:
         self.rank = rank
-        self._size = size
         self._channels = dict(channels)
-        _, self._children = _place_in_tree(rank, hosts)
-        self._parent = next((other for other in channels if other not in self._children), None)
-        # What each child brings: its own body and those of its children, in this order.
-        self._brings = {child: [child, *(_place_in_tree(child, hosts)[1])] for child in self._children}
-        self._order = [rank, *(member for child in self._children for member in self._brings[child])]
+        self._tree = tree
+        self._parent = tree.parents[rank]
+        self._children = tree.children[rank]
         weakref.finalize(self, _close_all, self._channels).atexit = False
 
-    def exchange(self, body: bytes, check: Check) -> list[bytes]:
-        """Give every rank every rank's body, see ``Records``."""
-        _header(body)
-        bodies = {self.rank: body}
-        for child in self._children:
-            brought = _receive_bundle(self._channels[child], child, len(self._brings[child]), check)
-            bodies |= zip(self._brings[child], brought, strict=True)
-        if self._parent is None:
-            everything = [bodies[rank] for rank in range(self._size)]
-        else:
-            parent = self._channels[self._parent]
-            parent.send(_bundle([bodies[rank] for rank in self._order]), check)
-            everything = _receive_bundle(parent, self._parent, self._size, check)
+    def start(self, body: bytes, check: Check, unite: Unite | None = None) -> Finish:
+        """Send a body now if no other rank's goes with it, and receive later; see ``Records``."""
+        _header(body)  # which checks its length
+        if not self._children:
+            self._send_up(self._found_here(body, unite), check)
+        return functools.partial(self._finish, body, unite)
+
+    def _finish(self, body: bytes, unite: Unite | None, check: Check) -> list[Group]:
+        found = _Found(unite)
         if self._children:
-            bundle = _bundle(everything)
+            found = self._found_here(body, unite)
             for child in self._children:
-                self._channels[child].send(bundle, check)
-        return everything
+                with label("wait", "for rank", child):
+                    _receive_bundle(self._channels[child], child, self._tree.span(child), found, check)
+            self._send_up(found, check)
+        if self._parent is not None:
+            found = _Found(None)  # everything is united
+            _receive_bundle(self._channels[self._parent], self._parent, self._tree.span(0), found, check)
+        bodies = list(found.bodies())
+        bundle = _bundle(bodies)
+        for child in reversed(self._children):  # other hosts first, from where it may have far to go
+            self._channels[child].send(bundle, check)
+        size = len(self._tree.order)
+        if len(bodies) == 1:
+            return [(bodies[0][0], range(size))]
+        order = self._tree.order
+        groups = [(one, sorted(order[place] for place in _members(spans))) for one, spans in bodies]
+        return sorted(groups, key=lambda group: group[1][0])
 
-    def start(self, body: bytes, check: Check) -> Finish:
-        """Exchange at once, because others wait for what this rank passes on; see ``Records``."""
-        bodies = self.exchange(body, check)
-        return lambda _: bodies
+    def _found_here(self, body: bytes, unite: Unite | None) -> _Found:
+        found = _Found(unite)
+        place = self._tree.places[self.rank]
+        found.add(body, (place, place + 1))
+        return found
+
+    def _send_up(self, found: _Found, check: Check) -> None:
+        if self._parent is not None:
+            self._channels[self._parent].send(_bundle(list(found.bodies())), check)
 
 
-def _place_in_tree(rank: int, hosts: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the first rank of a rank's host, and the ranks whose parent this rank is."""
-    leader = hosts.index(hosts[rank])
-    members = [other for other, host in enumerate(hosts) if host == hosts[rank] and other != leader]
-    if rank != leader:
-        return leader, []
-    if rank == 0:
-        members += [first for first in dict.fromkeys(hosts.index(host) for host in hosts) if first != 0]
-    return leader, members
+class _Found:
+    """Distinct bodies, each with the bounds of the ranges of places that have brought it.
+
+    Args:
+        unite: makes one of two bodies whose first lines are equal; ``None`` if they must be equal as a whole.
+    """
+
+    def __init__(self, unite: Unite | None) -> None:
+        self._unite = unite
+        self._found: dict[bytes, tuple[bytes, list[int]]] = {}
+
+    def add(self, body: bytes, spans: Sequence[int]) -> None:
+        """Add a body; places rise from call to call."""
+        key, rest = body, b""
+        if self._unite is not None:
+            key, _, rest = body.partition(b"\n")
+        known = self._found.get(key)
+        if known is None:
+            self._found[key] = rest, list(spans)
+            return
+        own, bounds = known
+        if bounds[-1] == spans[0]:
+            bounds[-1:] = spans[1:]
+        else:
+            bounds += spans
+        if self._unite is not None:
+            self._found[key] = self._unite(own, rest), bounds
+
+    def bodies(self) -> Iterable[tuple[bytes, list[int]]]:
+        """Return the bodies and the bounds."""
+        for key, (rest, bounds) in self._found.items():
+            yield (key if self._unite is None else b"\n".join((key, rest))), bounds
+
+
+def _members(bounds: Sequence[int]) -> list[int]:
+    """Return the places in ranges, given their bounds."""
+    return [place for i in range(0, len(bounds), 2) for place in range(bounds[i], bounds[i + 1])]
 
 
 def _connect(
@@ -259,14 +358,25 @@ def _receive_length(channel: Channel, sender: int, check: Check) -> int:
     return length
 
 
-def _bundle(bodies: Sequence[bytes]) -> bytes:
-    """Return several bodies as one message: their lengths, then themselves."""
-    return b"".join([*(len(body).to_bytes(_HEADER_BYTES, "little") for body in bodies), *bodies])
+def _bundle(bodies: Sequence[tuple[bytes, list[int]]]) -> bytes:
+    """Return several bodies as one message: how long each is and where it comes from, then the bodies."""
+    table = json.dumps([[len(body), *bounds] for body, bounds in bodies], separators=(",", ":")).encode()
+    return b"".join([_header(table), table, *(body for body, _ in bodies)])
 
 
-def _receive_bundle(channel: Channel, sender: int, count: int, check: Check) -> list[bytes]:
-    lengths = [_receive_length(channel, sender, check) for _ in range(count)]
-    return [channel.receive(length, check) for length in lengths]
+def _receive_bundle(channel: Channel, sender: int, span: tuple[int, int], found: _Found, check: Check) -> None:
+    """Add to what was found what a rank sends of the places in a range."""
+    table = channel.receive(_receive_length(channel, sender, check), check)
+    try:
+        rows = [[int(number) for number in row] for row in json.loads(table)]
+        edges = [span[0], *sorted(edge for _, *bounds in rows for edge in bounds), span[1]]
+        is_right = edges[::2] == edges[1::2] and all(0 <= row[0] <= MAX_BODY_BYTES for row in rows)
+    except (ValueError, TypeError, LookupError):
+        is_right = False
+    if not is_right:
+        raise ConnectionError(f"rank {sender} sends a message without a table of its parts: the connection is damaged")
+    for length, *bounds in rows:
+        found.add(channel.receive(length, check), bounds)
 
 
 def _close_all(channels: Mapping[int, Channel]) -> None:

@@ -11,7 +11,7 @@ A batch of ``fit`` is a batch of a distributed dataset, under the default strate
 was split. The compiled loss takes each loss apart into the losses of examples, and divides their sum by what the
 global batch has: a count, which is known without communication, or what labels and weights say (``ignore_index``,
 class weights, ``mean_with_sample_weight``), which is a sum over replicas. Between processes its terms are sent before
-the forward pass and read after it (``WorkerGroup.start_exchange``), so that they travel while the ranks compute; any
+the forward pass and read after it (``WorkerGroup.start_sum_of_numbers``): they travel while the ranks compute. Any
 collective that comes first reads them, because messages arrive in the order in which they are sent. A loss that can't
 be taken apart is refused with one replica as well, because the program would mean something else with two.
 

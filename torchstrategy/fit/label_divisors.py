@@ -233,8 +233,8 @@ def sum_over_replicas(local: Tensor | None) -> Tensor | Callable[[], Tensor] | N
     if strategy.workers is None or strategy.placement.num_local > 1 or not local.is_cpu:
         return torch.as_tensor(context.all_reduce(ReduceOp.SUM, local))
     # The others' numbers are there when the forward pass is done, so nobody waits for them.
-    finish = strategy.workers.start_exchange("the sum of what losses are divided by", local.tolist())
-    return lambda: torch.tensor(finish(), dtype=local.dtype, device="cpu").sum(0)
+    finish = strategy.workers.start_sum_of_numbers("the sum of what losses are divided by", local.tolist())
+    return lambda: torch.tensor(finish(), dtype=local.dtype, device="cpu")
 
 
 def _replica_id() -> int:

@@ -69,41 +69,54 @@ class GradientSum(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What one process has, as bit masks over parameters and buffers, and which sums it has compressed before.
+    """What the processes must know of each other at a sum: what most of them agree in, and what is united.
 
-    ``doubts`` holds the position of each gradient that may be a sum, whether it is one if all replicas hold the same,
-    and its fingerprint on each local replica. ``rates`` is a digest of the optimizer's hyper-parameters, ``writes`` how
-    often its parameters were written to.
+    Args:
+        plan: digest of the parameters' layout.
+        number: of the optimizer, as they are counted.
+        step: the number of the batch in its iteration, if it is known.
+        doubts: the position of each gradient that may be a sum, whether it is one if all replicas hold the same, and
+            its fingerprint on each local replica.
+        rates: digest of the optimizer's hyper-parameters.
+        writes: how often the optimizer's parameters were written to.
+        low_rank: digest of the state of sums of low rank.
+        early: the plan and the number of what was started early.
     """
 
     plan: str
     number: int
-    dense: int
-    sparse: int
-    marked: int
-    buffers: int
-    weights: tuple[float, ...]
     step: int | None
     doubts: list[list[Any]]
     rates: int = 0
     writes: int = 0
     low_rank: int = 0
-    early: EarlyReport | None = None
+    early: list[int] | None = None
 
-    def encode(self) -> list[Any]:
-        masks = [f"{mask:x}" for mask in (self.dense, self.sparse, self.marked, self.buffers)]
-        rest = [list(self.weights), self.step, self.doubts, self.rates, self.writes, self.low_rank, self.early]
-        return [self.plan, self.number, *masks, *rest]
 
-    @classmethod
-    def decode(cls, row: Sequence[Any]) -> _Record:
-        plan, number, *masks = row[:6]
-        weights, step, doubts, rates, writes, low_rank, early = row[6:]
-        early = None if early is None else EarlyReport(*early)
-        dense, sparse, marked, buffers = (int(mask, 16) for mask in masks)
-        return cls(
-            plan, number, dense, sparse, marked, buffers, tuple(weights), step, doubts, rates, writes, low_rank, early
-        )
+class _Masks(NamedTuple):
+    """What processes have, as bit masks over parameters, buffers and what was started early; united by OR."""
+
+    dense: int = 0
+    sparse: int = 0
+    marked: int = 0
+    unmarked: int = 0
+    buffers: int = 0
+    started: int = 0
+    stale: int = 0
+
+
+class _Found(NamedTuple):
+    """The records of all processes, their masks united, and how many of all replicas had examples."""
+
+    records: list[_Record]
+    masks: _Masks
+    num_with_examples: int
+
+    def early(self) -> list[EarlyReport]:
+        """Return for each plan that a process has started what all have."""
+        plans = dict.fromkeys(tuple(record.early) for record in self.records if record.early is not None)
+        num_started = self.masks.started.bit_length()
+        return [EarlyReport(plan, opened, num_started, self.masks.stale) for plan, opened in plans]
 
 
 class GradientSummer:
@@ -165,37 +178,32 @@ class GradientSummer:
         firsts = parts[0].parameters
         plan, looks = self._look_at(parts)
         slots = self._buffers.candidates(0 if plan is None else plan.number, firsts)
-        record = self._describe(plan, slots, parts, looks)
-        records = self._exchange(record, plan, firsts, parts[0].optimizer)
+        found = self._exchange(*self._describe(plan, slots, parts, looks), plan, parts)
         if plan is not None:
             self._look_at_losses(plan, parts)
-        dense = sparse = marked = changed = 0
-        weights: list[float] = []
-        for row in records:
-            dense, sparse = dense | row.dense, sparse | row.sparse
-            marked, changed = marked | row.marked, changed | row.buffers
-            weights += row.weights
-        if any(row.marked != marked for row in records):
+        dense, sparse, marked, unmarked, changed, *_ = found.masks
+        if marked & unmarked:
             raise RuntimeError(
                 "Some replicas have already summed gradients that others have not. Every replica must call "
                 "`sum_gradients` for the same optimizers."
             )
-        edited = _settle_doubts([row.doubts for row in records], firsts)
+        edited = _settle_doubts([row.doubts for row in found.records], firsts)
         todo = (dense | sparse) & ~(marked | edited)
         with torch.no_grad():
-            taken = self._take_early(firsts, records, _positions(todo & dense))
+            taken = self._take_early(firsts, found, _positions(todo & dense))
             self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], looks)
             columns = {id(firsts[k]): [part.parameters[k] for part in parts] for k in _positions(todo & ~dense)}
             for column in columns.values():  # one for each parameter, which may be there twice
                 self._sum_sparse(column)
-            self._sync_buffers([slots[k] for k in _positions(changed)], weights)
+            had_examples = [part.had_examples for part in parts]
+            self._sync_buffers([slots[k] for k in _positions(changed)], had_examples, found.num_with_examples)
         if changed:
             self._buffers.mark_synchronised(slots)
         summed = _positions(todo | edited)
         for part in parts:
             self.ledger.note_sum([part.parameters[k] for k in summed], part.run)
         if self.early is not None and firsts:
-            self.early.prepare(_early_reports(records), _positions(todo & dense & ~sparse))
+            self.early.prepare(found.early(), _positions(todo & dense & ~sparse))
         return [None] * len(parts)
 
     def sync_buffers(self) -> None:
@@ -239,7 +247,7 @@ class GradientSummer:
 
     def _describe(
         self, plan: Plan | None, slots: Sequence[Slot], parts: Sequence[GradientSum], looks: Sequence[Look]
-    ) -> _Record:
+    ) -> tuple[_Record, _Masks]:
         """Return what the processes must know."""
         firsts = parts[0].parameters
         dense = sparse = marked = 0
@@ -266,7 +274,6 @@ class GradientSummer:
         changed = 0
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
-        weights = tuple(float(part.had_examples) for part in parts)
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self.early.report(plan, firsts) if self.early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
@@ -274,9 +281,13 @@ class GradientSummer:
         rates = writes = 0
         if optimizer is not None and self._workers is not None:
             rates, writes = digest_of(optimizer), sum([parameter._version for parameter in firsts])
-        return _Record(
-            *(digest, number, dense, sparse, marked, changed, weights, step, doubts, rates, writes, low_rank, early)
-        )
+        unmarked = ((1 << len(firsts)) - 1) & ~marked
+        masks = _Masks(dense, sparse, marked, unmarked, changed)
+        begun = None
+        if early is not None:
+            begun = [early.plan, early.opened]
+            masks = masks._replace(started=(1 << early.num_started) - 1, stale=early.stale)
+        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun), masks
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -284,11 +295,11 @@ class GradientSummer:
             return [State.LOCAL] * len(part.parameters)
         return self.ledger.states(part.parameters, part.run, uses_applied=part.uses_applied)
 
-    def _exchange(
-        self, record: _Record, plan: Plan | None, firsts: Sequence[Tensor], optimizer: Optimizer | None
-    ) -> list[_Record]:
+    def _exchange(self, record: _Record, masks: _Masks, plan: Plan | None, parts: Sequence[GradientSum]) -> _Found:
+        firsts, optimizer = parts[0].parameters, parts[0].optimizer
+        count = sum(part.had_examples for part in parts)
         if self._workers is None:
-            return [record]
+            return _Found([record], masks, count)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 f"A CUDA graph is being captured at {call_site()}, where gradients are to be summed over processes. "
@@ -296,7 +307,9 @@ class GradientSummer:
                 "after the replay call `sum_gradients(optimizer, fresh=True)` and `optimizer.step()`."
             )
         operation = OPERATION if firsts else "sync_buffers"
-        records = [_Record.decode(row) for row in self._workers.exchange(operation, record.encode())]
+        rows, united, (num_with_examples,) = self._workers.unite(operation, record, masks, [count])
+        distinct = {id(row): _Record(*row) for row in rows}  # few: equal ones come as one object
+        records = [distinct[id(row)] for row in rows]
         if any(row.plan != record.plan for row in records):
             self._workers.agree(operation, describe_layout(firsts), "parameters (shapes, dtypes and memory formats)")
         if len({row.number for row in records}) > 1:
@@ -321,15 +334,13 @@ class GradientSummer:
         is_due = plan is not None and plan.is_due([row.writes for row in records], self._check_every)
         if is_due:
             compare_between_ranks(firsts, self._workers, lambda k: names_of(self._buffers.record, firsts)[k])
-        return records
+        return _Found(records, _Masks(*united), int(num_with_examples))
 
-    def _take_early(
-        self, parameters: Sequence[Tensor], records: Sequence[_Record], indices: Sequence[int]
-    ) -> Collection[int]:
+    def _take_early(self, parameters: Sequence[Tensor], found: _Found, indices: Sequence[int]) -> Collection[int]:
         """Take the sums that have begun during ``backward``; return the positions of their parameters."""
         if self.early is None or not parameters:
             return ()
-        sums = self.early.finish(_early_reports(records))
+        sums = self.early.finish(found.early())
         taken = sums.keys() & set(indices)
         for k in taken:
             parameters[k].grad = in_format_of(sums[k].data, parameters[k])
@@ -370,12 +381,18 @@ class GradientSummer:
         for parameter, device in zip(column, self._placement.devices, strict=True):
             parameter.grad = total.to(tensor_device(device), copy=True)
 
-    def _sync_buffers(self, slots: Sequence[Slot], weights: Sequence[float]) -> None:
-        count = sum(weights)
+    def _sync_buffers(self, slots: Sequence[Slot], had_examples: Sequence[bool], count: int) -> None:
+        """Average buffers over the replicas that had examples.
+
+        Args:
+            slots: of the buffers.
+            had_examples: whether each local replica had.
+            count: of all replicas that had.
+        """
         if not slots or count == 0:
             return
         placement = self._placement
-        own = [weights[i] / count for i in placement.local_replica_ids]
+        own = [has / count for has in had_examples]
         parts = [self._buffers.contributions(slot, own, holds_first=placement.first_replica == 0) for slot in slots]
         if len(placement.devices) > 1:
             pairs = [(PerReplica(part), placement.devices) for part in parts]
@@ -385,10 +402,6 @@ class GradientSummer:
             totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
             parts = [[total] * len(placement.devices) for total in totals]
         self._buffers.store(slots, parts)
-
-
-def _early_reports(records: Sequence[_Record]) -> list[EarlyReport]:
-    return [record.early for record in records if record.early is not None]
 
 
 def _at(indices: Sequence[int], values: Sequence[_Value]) -> Sequence[_Value]:
