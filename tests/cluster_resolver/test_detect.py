@@ -1,4 +1,6 @@
 import json
+import sys
+import types
 
 import pytest
 
@@ -89,6 +91,24 @@ def test_torchrun():
     assert (job.local_rank, job.local_size) == (1, 2)
     assert job.cluster_spec.as_dict() == {"worker": ["host0:29500"]}
     assert job.resolver.task_id == 3
+
+
+@pytest.mark.parametrize(("rank", "source"), [(3, "Ray Train"), (2, "torchrun")])
+def test_ray_train_is_named_in_its_own_workers(rank, source, monkeypatch):
+    """By its context, which must say what the variables say; nothing imports Ray."""
+    context = types.SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 4)
+    monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=lambda: context))
+    job = find_job(environ=TORCHRUN)
+    assert (job.source, job.rank, job.local_rank) == (source, 3, 1)
+    assert job.reason.startswith("Ray Train has set torchrun's variables (RANK=3" if rank == 3 else "torchrun's variab")
+
+
+def test_a_driver_of_ray_may_be_started_by_torchrun(monkeypatch):
+    def get_context():
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function.")
+
+    monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=get_context))
+    assert find_job(environ=TORCHRUN).source == "torchrun"
 
 
 def test_slurm():

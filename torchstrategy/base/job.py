@@ -118,7 +118,8 @@ class Job:
     """A job of several processes.
 
     Args:
-        source: what described it, such as ``"TF_CONFIG"``, ``"torchrun"``, ``"SLURM"`` or a resolver's class.
+        source: what described it, such as ``"TF_CONFIG"``, ``"torchrun"``, ``"Ray Train"``, ``"SLURM"`` or a resolver's
+            class.
         reason: one sentence that says why this source was taken, for logs.
         cluster_spec: a ``ts.cluster_resolver.ClusterSpec`` of all tasks; with torchrun only what is known, the address
             of the first one.

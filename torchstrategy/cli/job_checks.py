@@ -201,7 +201,7 @@ def check_both_sources(host: Host) -> Iterator[Finding]:
 
 def check_addresses(host: Host, job: Job | None) -> Iterator[Finding]:
     """Resolve the address of each task, and ask the other hosts for an answer."""
-    if job is None or job.source == "torchrun":  # of which only the store's address is known
+    if job is None or job.source in ("torchrun", "Ray Train"):  # of which only the store's address is known
         return
     tasks, findings = _resolve_tasks(host, job)
     yield from findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -44,9 +45,9 @@ class _Finding:
 def find_job(resolver: ClusterResolver | None = None, environ: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to.
 
-    The first of these that names a cluster is taken: a resolver that is given, ``torchrun``'s variables, ``TF_CONFIG``,
-    a Slurm step of several tasks. The workers that train together are the chief and the workers of the cluster; an
-    evaluator has a job of its own.
+    The first of these that names a cluster is taken: a resolver that is given, ``torchrun``'s variables (which Ray
+    Train sets as well), ``TF_CONFIG``, a Slurm step of several tasks. The workers that train together are the chief and
+    the workers of the cluster; an evaluator has a job of its own.
 
     Args:
         resolver: a cluster resolver; the environment is then not asked.
@@ -204,9 +205,12 @@ def _read_torchrun(environ: Mapping[str, str]) -> Job | str:
 
 
 def _job_of_torchrun(found: TorchrunEnvironment, resolver: ClusterResolver) -> Job:
+    source, says = "torchrun", "torchrun's variables are set"
+    if _is_worker_of_ray(found):
+        source, says = "Ray Train", "Ray Train has set torchrun's variables"
     return Job(
-        source="torchrun",
-        reason=f"torchrun's variables are set (RANK={found.rank}, WORLD_SIZE={found.world_size})",
+        source=source,
+        reason=f"{says} (RANK={found.rank}, WORLD_SIZE={found.world_size})",
         cluster_spec=ClusterSpec({"worker": [found.store_address]}),
         task_type="worker",
         task_id=found.rank,
@@ -220,6 +224,15 @@ def _job_of_torchrun(found: TorchrunEnvironment, resolver: ClusterResolver) -> J
         local_size=found.local_world_size,
         resolver=resolver,
     )
+
+
+def _is_worker_of_ray(found: TorchrunEnvironment) -> bool:
+    """Say whether Ray Train has set these variables, which all its workers have loaded."""
+    try:
+        context = sys.modules["ray.train"].get_context()
+        return (context.get_world_rank(), context.get_world_size()) == (found.rank, found.world_size)
+    except (KeyError, AttributeError, RuntimeError):  # not loaded, another Ray, or not in one of its workers
+        return False
 
 
 def _read_tf_config(environ: Mapping[str, str]) -> Job | str:

@@ -331,7 +331,7 @@ def devices_of_process(devices: Sequence[str | torch.device] | int | None, job: 
     accelerators = [name for name in visible_devices() if not name.startswith("cpu")]
     if not accelerators:
         return (torch.device("cpu", 0),)
-    if job.source != "torchrun" and job.local_size == 1:
+    if job.source == "SLURM" and job.local_size == 1:
         return local_devices(None)
     if job.local_rank >= len(accelerators):
         raise RuntimeError(
