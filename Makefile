@@ -6,6 +6,9 @@ PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
 # torch-xla needs an older torch.
 XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
+# What Ray and TorchX need is older than what the other tests need.
+ENGINES_VENV ?= .venv-engines
+ENGINES_RUN = $(ENGINES_VENV)/bin/python
 # Files of tests at a time. On two cores a third one uses the fifth of the time that tests wait for deadlines.
 JOBS ?= 3
 # Of `make soak`: how many faults, the seed of the first run, a file in which a campaign that is cut goes on, and after
@@ -17,7 +20,7 @@ MINUTES ?= inf
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-gpu test-tpu soak lint format types docs notebooks build clean
+.PHONY: help demo test test-slow test-gpu test-tpu test-engines soak lint format types docs notebooks build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
@@ -25,6 +28,7 @@ help:
 	@echo "make test-slow  run the slow tests"
 	@echo "make test-gpu   run the tests that need a GPU, where there is one"
 	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
+	@echo "make test-engines  run recipes and manifests by Ray, TorchX and Kubeflow, in an environment of its own"
 	@echo "make soak       let 2001 random faults happen to whole jobs ('make soak N=30 SEED=7'), an hour or two"
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
@@ -49,6 +53,9 @@ test-gpu: $(VENV)/.dev
 
 test-tpu: $(XLA_VENV)/.dev
 	$(XLA_RUN) -m pytest -n 2 -m "not slow" tests/tpu
+
+test-engines: $(ENGINES_VENV)/.tests-engines
+	$(ENGINES_RUN) -m pytest tests/engines
 
 soak: $(VENV)/.dev
 	$(RUN) -m tests.soak --faults $(N) --seed $(SEED) --minutes $(MINUTES) $(if $(RESULTS),--results $(RESULTS))
@@ -75,7 +82,7 @@ build: $(VENV)/.dev
 	$(RUN) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(XLA_VENV) $(ENGINES_VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -90,4 +97,10 @@ $(XLA_VENV)/.dev: .ci/install_torch_xla.py pyproject.toml
 	$(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_RUN) .ci/install_torch_xla.py
 	$(XLA_RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+$(ENGINES_VENV)/.tests-engines: .ci/install_torch.py pyproject.toml
+	$(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_RUN) .ci/install_torch.py
+	$(ENGINES_RUN) -m pip install --quiet --disable-pip-version-check --editable '.[tests-engines]'
 	@touch $@

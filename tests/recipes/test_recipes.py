@@ -14,9 +14,11 @@ import torchstrategy as ts
 from tests import warm
 from tests.recipes import layouts
 
-NAMES = ["compare", "custom_loop", "estimator", "fault_tolerant", "fit", "gan", "parameter_server", "sharded_files"]
+#: Those that run without what only some environments have; tests/engines/test_ray.py runs a copy of the other one.
+ALONE = ["compare", "custom_loop", "estimator", "fault_tolerant", "fit", "gan", "parameter_server", "sharded_files"]
+NAMES = sorted([*ALONE, "ray_train"])
 MOST_LINES = 120
-PACKAGES = {"hydra", "numpy", "omegaconf", "torch", "torchstrategy", "tqdm"}
+PACKAGES = {"hydra", "numpy", "omegaconf", "ray", "torch", "torchstrategy", "tqdm"}
 
 #: Options that make a run short, and the last line of what it prints.
 SHORT = {
@@ -36,8 +38,9 @@ def images(tmp_path_factory):
     return layouts.write_images(tmp_path_factory.mktemp("images") / "images.npz")
 
 
-def test_there_are_eight():
-    assert sorted(path.stem for path in layouts.RECIPES.glob("*.py")) == NAMES == sorted(SHORT)
+def test_there_are_nine():
+    assert sorted(path.stem for path in layouts.RECIPES.glob("*.py")) == NAMES
+    assert sorted(SHORT) == ALONE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,7 +74,7 @@ def test_the_public_names_that_a_recipe_uses_are_listed(name):
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
-    "name", ["custom_loop", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "custom_loop")]
+    "name", ["custom_loop", *(pytest.param(name, marks=pytest.mark.slow) for name in ALONE if name != "custom_loop")]
 )
 def test_a_copy_runs_alone(name, tmp_path):
     """In an empty folder, with its configuration beside it and no images: it makes up some, and says so."""

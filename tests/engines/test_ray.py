@@ -1,0 +1,138 @@
+"""Ray on two nodes of this host: the recipe, whose workers and nodes are lost, and parameter servers as actors."""
+
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchstrategy as ts
+from tests.recipes import layouts
+from tests.test_docs import blocks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make test-engines"),
+]
+# Ray looks often whether workers live, and soon believes that a node is lost.
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_failure_threshold": "2",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(layouts.ROOT),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One cluster for all tests, whose programs find it by RAY_ADDRESS."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 - its import reads the variables
+
+        node = {"num_cpus": 1, "object_store_memory": 80_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        try:
+            cluster.add_node(**node)
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def start(folder, *command):
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_parameter_servers_are_actors(cluster, tmp_path):
+    """The program of the guide."""
+    page = (layouts.ROOT / "docs" / "guide" / "engines.md").read_text(encoding="utf-8")
+    (program,) = [code for _, code, _ in blocks(page) if "ts.Server" in code]
+    (tmp_path / "program.py").write_text("import torch\nimport torchstrategy as ts\n" + program)
+    with start(tmp_path, "program.py") as process:
+        try:
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, output
+    first, last = map(float, re.search(r"^loss: (\S+), after 20 steps (\S+)$", output, re.MULTILINE).groups())
+    assert last < first / 2
+
+
+def weights(place):
+    reader = ts.train.load_checkpoint(f"{place}/training.pt")
+    names = [name for name, _ in ts.train.list_variables(f"{place}/training.pt") if name.startswith("model")]
+    assert names
+    return {name: torch.as_tensor(reader.get_tensor(name)) for name in names}
+
+
+def test_a_copy_of_the_recipe_loses_a_worker_and_a_node(cluster, tmp_path, monkeypatch):
+    """All are named, and the weights are those of one replica that loses nothing."""
+    images = layouts.write_images(tmp_path / "images.npz", num_train=930)
+    shutil.copy(layouts.RECIPES / "ray_train.py", tmp_path)
+    shutil.copy(layouts.ROOT / "conf" / "ray_train.yaml", tmp_path)
+    options = ["dtype=float64", "global_batch_size=100", "epochs=8", "report_every=4", f"data={images}"]
+    lines, (node,) = [], [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+    with start(tmp_path, "ray_train.py", *options, "kill_at_step=10") as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                reported = re.search(r"'steps': (\d+)", line)
+                if node and reported and int(reported[1]) >= 20:
+                    cluster.remove_node(node, allow_graceful=False)
+                    node = None
+        finally:
+            process.kill()
+    output = "".join(lines)
+    assert process.returncode == 0, output
+    assert "(Ray Train has set torchrun's variables (RANK=0, WORLD_SIZE=2))" in output
+    assert "Rank 1 does not answer: its process has died" in output
+    assert re.findall(r"Started training worker group of size (\d)", output) == ["2", "2", "1"]
+    assert re.search("^Trained, steps: 80, epochs: 8, loss: ", output, re.MULTILINE), output
+    (*_, last) = sorted(
+        path.parent for path in (tmp_path / "outputs" / "ray_train" / "training").glob("checkpoint_*/training.pt")
+    )
+    expected = of_one_replica(tmp_path, options, monkeypatch)
+    for name, value in weights(last).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+
+
+def of_one_replica(folder, options, monkeypatch):
+    """Return the weights of the recipe's function, called here by somebody who keeps what it reports."""
+    monkeypatch.setitem(os.environ, "RAY_ADDRESS", "")
+    program = f"""
+import shutil, sys
+import ray.train, ray_train
+from hydra import compose, initialize_config_dir
+with initialize_config_dir({str(folder)!r}, version_base="1.3"):
+    settings = compose("ray_train", {options!r})
+def keep(metrics, checkpoint):
+    shutil.copytree(checkpoint.path, "one", dirs_exist_ok=True)
+ray.train.get_checkpoint = ray.train.get_preemption_info = lambda: None
+ray.train.report = keep
+ray_train.train(settings)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=100)
+    return weights(Path(folder) / "one")
