@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import torchstrategy as ts
+from tests.recipes import layouts
+from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.cluster_resolver.detect import find_job
 
 ROOT = Path(__file__).parents[2]
@@ -157,5 +160,26 @@ def test_tasks_of_parameter_servers_have_the_secret(role):
     assert len(bytes.fromhex(environ["TORCHSTRATEGY_SECRET"])) >= 16
 
 
+@pytest.mark.slow
+def test_torchrun_gets_a_train_job_from_the_variables_of_kubeflow_trainer(tmp_path):
+    """Its command, on two nodes. Kubeflow's models read the manifest in tests/engines/test_kubeflow.py."""
+    documents = load("train_job")
+    job = find(documents, "TrainJob")["spec"]
+    runtime = find(documents, "TrainingRuntime", job["runtimeRef"]["name"])["spec"]["template"]["spec"]
+    (replicated,) = runtime["replicatedJobs"]
+    mounts = container_of(replicated["template"])["volumeMounts"]
+    torchrun, recipe, folder = job["trainer"]["command"]
+    assert any(folder.startswith(f"folder={mount['mountPath']}/") for mount in mounts)
+    with ReservedPorts(1) as ports:
+        pet = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(ports.numbers[0])}
+    pet |= {"PET_NNODES": str(job["trainer"]["numNodes"]), "PET_NPROC_PER_NODE": str(job["trainer"]["numProcPerNode"])}
+    options = [str(ROOT / recipe), f"folder={tmp_path}/run", "epochs=1", "global_batch_size=2000"]
+    command = [str(Path(sys.executable).with_name(torchrun)), *options]
+    output = layouts.run_all([(command, {**pet, "PET_NODE_RANK": str(rank)}) for rank in range(2)], tmp_path)
+    assert "num_workers = 2" in output
+    assert "(torchrun's variables are set (RANK=0, WORLD_SIZE=2))" in output
+    assert "Trained for 1 epochs, 3 steps." in output
+
+
 def test_all_manifests_are_tested():
-    assert {path.stem for path in FOLDER.iterdir()} == set(CLUSTERS)
+    assert {path.stem for path in FOLDER.iterdir()} == {*CLUSTERS, "train_job"}
