@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ RECIPE = [
 ]
 # The options before the program are all of the form --name=value.
 SRUN = f"""#!{sys.executable}
-import os, subprocess, sys
+import os, signal, subprocess, sys
 arguments = sys.argv[1:]
 while arguments[0].startswith("--"):
     arguments.pop(0)
@@ -30,6 +31,7 @@ tasks = [
     subprocess.Popen(arguments, env={{**os.environ, **step, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}})
     for i in range(number)
 ]
+signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for task in tasks])
 sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """#!/bin/bash
@@ -60,17 +62,26 @@ def sbatch(tmp_path, job_id):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
-    def run(script, *arguments, **environ):
+    def run(script, *arguments, told_after=None, **environ):
+        """`told_after` is a part of a line after which the batch script gets the signal."""
         job = {"SLURM_JOB_ID": str(job_id), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
-        return subprocess.run(
-            ["bash", str(ROOT / "docs" / "deploy" / "slurm" / script), *arguments],
+        command = ["bash", str(ROOT / "docs" / "deploy" / "slurm" / script), *arguments]
+        with subprocess.Popen(
+            command,
             cwd=tmp_path,
             env={**os.environ, **job, "PATH": f"{commands}:{os.environ['PATH']}", "PYTHON": sys.executable, **environ},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=110,
-            check=False,
-        )
+        ) as process:
+            before = []
+            while told_after is not None and (line := process.stdout.readline()):
+                before.append(line)
+                if told_after in line:
+                    process.send_signal(signal.SIGUSR1)
+                    break
+            output, errors = process.communicate(timeout=110)
+        return subprocess.CompletedProcess(command, process.returncode, "".join(before) + output, errors)
 
     return run
 
@@ -118,6 +129,17 @@ def test_a_failed_job_is_queued_again_but_not_for_ever(sbatch, job_id, tmp_path,
     assert process.returncode == 7
     log = tmp_path / "scontrol.log"
     assert (log.read_text() if log.exists() else "") == (f"requeue {job_id}\n" if is_queued else "")
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_over_saves_and_is_queued_again_however_often(sbatch, job_id, tmp_path):
+    options = [*RECIPE, "epochs=1000", "save_every=1000000"]
+    process = sbatch("srun.sbatch", *options, told_after="Epoch 1, ", FAKE_TASKS="2", SLURM_RESTART_COUNT="7")
+    assert process.returncode == 143, process.stderr
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {job_id}\n"
+    again = sbatch("srun.sbatch", *RECIPE, FAKE_TASKS="2", SLURM_RESTART_COUNT="8")
+    assert again.returncode == 0, again.stderr
+    assert "Going on with epoch " in again.stdout
 
 
 @pytest.mark.parametrize(("cpus", "expected"), [("8", "4"), ("1", "1")])
