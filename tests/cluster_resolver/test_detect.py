@@ -1,11 +1,14 @@
+import dataclasses
 import json
 import sys
 import types
 
 import pytest
+import torch
 
 import torchstrategy as ts
 from torchstrategy.cluster_resolver.detect import explain, find_job
+from torchstrategy.collectives import process_group
 
 TORCHRUN = {
     "RANK": "3",
@@ -101,6 +104,16 @@ def test_ray_train_is_named_in_its_own_workers(rank, source, monkeypatch):
     job = find_job(environ=TORCHRUN)
     assert (job.source, job.rank, job.local_rank) == (source, 3, 1)
     assert job.reason.startswith("Ray Train has set torchrun's variables (RANK=3" if rank == 3 else "torchrun's variab")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [("torchrun", ["cuda:0"]), ("Ray Train", ["cuda:0"]), ("SLURM", ["cuda:0", "cuda:1"])]
+)
+def test_a_process_that_is_alone_on_its_host_takes_one_gpu_but_for_slurm(source, expected, monkeypatch):
+    monkeypatch.setattr(process_group, "visible_devices", lambda: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(process_group, "local_devices", lambda _: (torch.device("cuda:0"), torch.device("cuda:1")))
+    job = dataclasses.replace(find_job(environ=TORCHRUN), source=source, local_rank=0, local_size=1)
+    assert list(map(str, process_group.devices_of_process(None, job))) == expected
 
 
 def test_a_driver_of_ray_may_be_started_by_torchrun(monkeypatch):
