@@ -11,6 +11,7 @@ import torch
 
 import torchstrategy as ts
 from tests import budget
+from tests.accelerator import loading
 from torchstrategy.base import context
 from torchstrategy.testing.fixtures import local_cluster, process_pool  # noqa: F401 - fixtures
 
@@ -31,11 +32,22 @@ def pytest_collection_modifyitems(items):
         missing["gpu"] = "needs a GPU"
     if importlib.util.find_spec("torch_xla") is None:
         missing["tpu"] = "needs torch_xla: pip install 'torchstrategy[tpu]'"
+    with_accelerator = [item for item in items if item.get_closest_marker("accelerator")]
+    is_theirs = {item.path for item in items} == {item.path for item in with_accelerator}
+    if with_accelerator and (reason := loading.why_not()):
+        missing["accelerator"] = reason
+    elif not budget.is_enforced and not is_theirs:
+        missing["accelerator"] = "would change other files' tests: run `python -m tests.isolated`, or this file alone"
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.path.relative_to(ROOT).as_posix() in TPU_DOCTESTS:
             item.add_marker("tpu")
         for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("accelerator"):
+        loading.load()  # before anything counts what the test costs: the first builds it
 
 
 @pytest.fixture(autouse=True)
