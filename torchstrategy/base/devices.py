@@ -80,7 +80,7 @@ def canonical_device(name: str | torch.device) -> torch.device:
     if not isinstance(name, (str, torch.device)):
         raise TypeError(f"A device must be a string or a torch.device, such as 'cuda:0' or 'cpu:1'. Received: {name!r}")
     match = _TF_NAME.match(str(name))
-    kind = _TYPES.get(match[1].lower()) if match else None
+    kind = _kind(match[1]) if match else None
     if match is None or kind is None:
         raise ValueError(
             f"Can't read the device name {name!r}. Expected names such as 'cuda:0', '/gpu:0', 'GPU:0', 'cpu:1' or "
@@ -163,6 +163,13 @@ def full_device_name(device: torch.device, job: str = "localhost", task: int = 0
     """
     kind = {"cuda": "GPU", "xla": "TPU"}.get(device.type, device.type.upper())
     return f"/job:{job}/replica:0/task:{task}/device:{kind}:{device.index or 0}"
+
+
+def _kind(word: str) -> str | None:
+    """Return torch's type of device for a word; besides those that have names in tf, it is the one that torch has."""
+    known = _TYPES.get(word.lower())
+    accelerator = None if known else torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None and word.lower() == accelerator.type else known
 
 
 def _check_present(kind: str, index: int, name: str) -> None:
