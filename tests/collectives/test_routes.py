@@ -78,8 +78,10 @@ def test_tensors_of_accelerators_go_through_the_cpu_unless_the_backend_takes_the
     (shared, _), (gloo, _) = routes_of((0, 0)), routes_of((0, 0), RING)
     for numel in (10, 10_000):
         elsewhere = torch.empty(numel, device="meta")
-        assert type(shared.backend_of(elsewhere)) is StagedBackend
-        assert gloo.backend_of(elsewhere) is gloo.large
+        on_gpu = SimpleNamespace(device=torch.device("cuda:0"), nbytes=numel * 4, is_cpu=False, is_cuda=True)
+        assert [type(shared.backend_of(tensor)) for tensor in (elsewhere, on_gpu)] == [StagedBackend] * 2
+        assert gloo.backend_of(on_gpu) is gloo.large
+        assert type(gloo.backend_of(elsewhere)) is StagedBackend
 
 
 def test_messages_of_many_ranks_are_shorter(monkeypatch):

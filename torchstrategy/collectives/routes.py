@@ -175,8 +175,10 @@ class Routes:
         if backend is not None:
             return backend
         backend = self.host_backend_of(tensor.nbytes)
-        takes_it = tensor.is_cpu or (self.takes_accelerators and backend is self.large)
-        return backend if takes_it else StagedBackend(backend)
+        takes_it = self.takes_accelerators and backend is self.large
+        if self.network == "gloo":  # which reads the memory of no other kind
+            takes_it = takes_it and tensor.is_cuda
+        return backend if takes_it or tensor.is_cpu else StagedBackend(backend)
 
     def host_backend_of(self, num_bytes: int) -> DataBackend:
         """Return what carries a tensor of so many bytes once it is on the CPU."""
