@@ -45,9 +45,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
 
 
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("accelerator"):
-        loading.load()  # before anything counts what the test costs: the first builds it
+def pytest_collection_finish(session):
+    marked = [item for item in session.items if item.get_closest_marker("accelerator")]
+    if any(item.get_closest_marker("skip") is None for item in marked):
+        loading.load()  # before the first `backward` of any test: autograd makes its threads then, one for each device
 
 
 @pytest.fixture(autouse=True)

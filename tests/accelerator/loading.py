@@ -13,9 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,12 +54,6 @@ def load() -> None:
     device_module.default_generators = tuple(generators)
     torch._register_device_module(NAME, device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-
-
-def loaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function in a process that has the accelerator, for pools of processes."""
-    load()
-    return function(*args, **kwargs)
 
 
 @functools.cache

@@ -261,7 +261,8 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout>,
-             std::optional<Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+             std::optional<Device> device, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   DeviceIndex index = device && device->has_index() ? device->index() : current_device;
   check_index(index);
   DeviceIndex before = std::exchange(current_device, index);
@@ -273,7 +274,8 @@ Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::opt
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<c10::Layout> layout, std::optional<Device> device, std::optional<bool> pin) {
+                     std::optional<c10::Layout>, std::optional<Device> device, std::optional<bool> pin) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   DeviceIndex index = device && device->has_index() ? device->index() : current_device;
   check_index(index);
   DeviceIndex before = std::exchange(current_device, index);
@@ -300,6 +302,12 @@ Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, at::IntA
 Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
   int64_t count = storage.nbytes() / self.itemsize();
   return set_storage(self, std::move(storage), 0, {count}, {});
+}
+
+// Whether `.data` may be the other: among dense tensors, also where it is on another kind of device, as on CUDA.
+bool is_compatible(const Tensor& self, const Tensor& from) {
+  auto is_dense = [](const Tensor& t) { return (is_here(t) || t.device().is_cpu()) && t.layout() == c10::kStrided; };
+  return is_dense(self) && is_dense(from);
 }
 
 void record_stream(Tensor& self, Stream stream) {
@@ -450,6 +458,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &is_compatible);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
@@ -525,7 +534,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const DeviceIndex index) const override {
     Locked locked;
     Device device(kType, index < 0 ? current_device : index);
-    for (auto& [id, queue] : queues[device.index()]) run_all(Stream(Stream::UNSAFE, device, id));
+    auto& own = queues[device.index()];  // the default stream last: what others free too soon has gone by then
+    for (auto queue = own.rbegin(); queue != own.rend(); ++queue) run_all(Stream(Stream::UNSAFE, device, queue->first));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
     Locked locked;

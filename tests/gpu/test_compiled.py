@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchstrategy as ts
-from tests.gpu.training import DEVICES, make_data, make_net, train
+from tests.gpu.training import ACCELERATORS, DEVICES, make_data, make_net, train
 from tests.programs import assert_equal
 
 
@@ -16,11 +16,11 @@ def test_a_step_function(device):
     assert_equal(found, train(device, None, dtype=torch.float32), 1e-5)
 
 
-@pytest.mark.gpu
-def test_a_step_function_with_mixed_precision():
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_a_step_function_with_mixed_precision(device):
     options = {"dtype": torch.float32, "autocast": torch.bfloat16}
-    found = train("cuda:0", ts.OneDeviceStrategy("cuda:0"), wrap=ts.function, **options)
-    assert_equal(found, train("cuda:0", None, **options), 0.02)
+    found = train(device, ts.OneDeviceStrategy(device), wrap=ts.function, **options)
+    assert_equal(found, train(device, None, **options), 0.02)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
-from tests.gpu.training import DEVICES, train
+from tests.gpu.training import ACCELERATORS, DEVICES, train
 from tests.programs import assert_equal
 from torchstrategy.data.prefetch import _side_stream
 
@@ -38,23 +38,54 @@ def test_copies_end_while_the_gpu_is_busy(pin_memory):
     assert batch[0, 0].item() == 3 << 19  # waits for the sleeping stream
 
 
-@pytest.mark.gpu
-def test_a_program_may_have_a_stream_of_its_own():
+@pytest.mark.accelerator
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_the_next_batch_is_on_its_way_when_one_is_used(pin_memory):
+    strategy = ts.OneDeviceStrategy("standin:0")
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    batches = iter(
+        strategy.experimental_distribute_dataset(torch.utils.data.DataLoader(data, 2, pin_memory=pin_memory))
+    )
+    next(batches)
+    assert not _side_stream(torch.device("standin", 0)).query()
+
+
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_a_batch_lives_as_long_as_its_stream_reads_it(device):
+    strategy = ts.OneDeviceStrategy(device)
+    data = torch.arange(24.0).reshape(6, 4)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 2)
+    kept = []
+
+    def keep(batch):
+        kept.append(torch.empty(batch.shape, device="cpu", pin_memory=True).copy_(batch, non_blocking=True))
+
+    for inputs in strategy.experimental_distribute_dataset(loader):
+        strategy.run(keep, args=tuple(inputs))
+        del inputs
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.cat(kept), data)
+
+
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_a_program_may_have_a_stream_of_its_own(device):
     """What the current stream is given after ``next`` comes after the copy, and the memory is not given away before."""
-    strategy = ts.OneDeviceStrategy("cuda:0")
-    data = torch.arange(64 * 4096, dtype=torch.float64).reshape(64, 4096)
+    size = 4096 if device == "cuda:0" else 64
+    module = torch.get_device_module(device)
+    strategy = ts.OneDeviceStrategy(device)
+    data = torch.arange(64 * size, dtype=torch.float64).reshape(64, size)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 4)
-    matrix = torch.eye(4096, dtype=torch.float64, device="cuda:0")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    matrix = torch.eye(size, dtype=torch.float64, device=device)
+    stream = module.Stream()
+    stream.wait_stream(module.current_stream())
 
     def product(batch):
-        assert torch.cuda.current_stream() == stream
+        assert module.current_stream() == stream
         for _ in range(20):
             batch = batch @ matrix
         return batch.sum(1)
 
-    with torch.cuda.stream(stream):
+    with module.stream(stream):
         sums = [
             strategy.run(product, args=tuple(inputs)) for inputs in strategy.experimental_distribute_dataset(loader)
         ]
@@ -62,10 +93,10 @@ def test_a_program_may_have_a_stream_of_its_own():
     assert torch.equal(torch.cat(sums).cpu(), data.sum(1))
 
 
-@pytest.mark.gpu
-def test_a_step_on_a_stream_of_its_own_trains_alike():
-    expected = train("cuda:0", None)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        found = train("cuda:0", ts.OneDeviceStrategy("cuda:0"), num_ahead=2)
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_a_step_on_a_stream_of_its_own_trains_alike(device):
+    expected = train(device, None)
+    module = torch.get_device_module(device)
+    with module.stream(module.Stream()):
+        found = train(device, ts.OneDeviceStrategy(device), num_ahead=2)
     assert_equal(found, expected, 1e-10)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
-from tests.gpu.training import DEVICES, make_data, make_net, train
+from tests.gpu.training import ACCELERATORS, DEVICES, make_data, make_net, skip_sparse, train
+from tests.parity.random_programs import make_program
 from tests.parity.random_training import default_strategy, mirrored, run_random_program
 from tests.programs import assert_equal
 
@@ -69,9 +70,8 @@ def test_what_is_made_in_a_scope_is_on_the_device(device):
     assert float(strategy.reduce("SUM", strategy.run(lambda: variable.detach() * 3))) == 3
 
 
-def test_parameters_on_the_host():
-    """The CPU keeps parameters and momentum, whatever computes: with a GPU it holds copies only."""
-    device = "cuda:0" if torch.cuda.is_available() else "cpu:0"
+def test_parameters_on_the_host(device):
+    """The CPU keeps parameters and momentum, whatever computes: a GPU holds copies only."""
     strategy = ts.experimental.CentralStorageStrategy([device], "cpu:0")
     with strategy.scope():
         model = make_net()
@@ -172,12 +172,13 @@ def test_a_checkpoint_moves_between_devices(device, goes_back, tmp_path):
     assert [train_restored() for _ in range(3)] == pytest.approx([train_saved() for _ in range(3)], rel=1e-10)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ACCELERATORS)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-def test_random_programs_give_the_cpus_numbers(seed):
-    found = run_random_program(mirrored, seed, devices=["cuda:0"])
+def test_random_programs_give_the_cpus_numbers(seed, device):
+    skip_sparse(device, make_program(seed))
+    found = run_random_program(mirrored, seed, devices=[device])
     assert_equal(found, run_random_program(default_strategy, seed), 1e-8)
 
 

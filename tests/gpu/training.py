@@ -9,9 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import torchstrategy as ts
+from tests.accelerator import loading
+from tests.parity.random_programs import RandomProgram
 
-#: The CPU stands in for the GPU where there is none, so that the tests themselves are tested.
-DEVICES = ["cpu:0", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+#: A GPU, or the accelerator for tests where there is none.
+ACCELERATORS = [
+    pytest.param("standin:0", marks=pytest.mark.accelerator),
+    pytest.param("cuda:0", marks=pytest.mark.gpu),
+]
+#: The CPU is what the others are compared with.
+DEVICES = ["cpu:0", *ACCELERATORS]
 
 
 def make_data(dtype: torch.dtype = torch.float64, num_examples: int = 23) -> tuple[Tensor, Tensor]:
@@ -103,3 +110,15 @@ def train(
     buffers = [optimizer.state[parameter]["momentum_buffer"].detach().cpu() for parameter in model.parameters()]
     found.update({f"momentum of {name}": value for name, value in zip(model.state_dict(), buffers, strict=True)})
     return {**found, "losses": torch.stack(losses).cpu(), "scales": torch.tensor(scale)}
+
+
+def on(device: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a process that may have to load the device's kind."""
+    if device.startswith(loading.NAME):
+        loading.load()
+    return function(*args, **kwargs)
+
+
+def skip_sparse(device: str, program: RandomProgram) -> None:
+    if device.startswith(loading.NAME) and "sparse" in program.layers:
+        pytest.skip("the accelerator for tests has no sparse tensors")
