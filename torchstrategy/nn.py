@@ -323,7 +323,7 @@ def _broadcasts_to(weight: Tensor, loss: Tensor) -> bool:
 
 def _divide_no_nan(total: Tensor, divisor: int | Tensor) -> Tensor:
     if isinstance(divisor, Tensor):
-        divisor = divisor.to(total.device, non_blocking=True)
+        divisor = divisor.to(total.device, non_blocking=not total.is_cpu)
         # The quotient by zero is replaced before it is formed: its gradient would be nan even where it is masked.
         empty = divisor == 0
         return (total / divisor.masked_fill(empty, 1).to(total.dtype)).masked_fill(empty, 0.0)

@@ -153,7 +153,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Mirrored:  # fmt: skip
         device = tensor_device(self.reduce_to_device or destinations[0])
-        total = self.accumulation_fn([value.to(device, non_blocking=True) for value in per_replica_value.values])
+        total = self.accumulation_fn(_on_device(per_replica_value.values, device))
         return self.broadcast_implementation(_finish(reduce_op, total, len(per_replica_value.values)), destinations)
 
     @override
@@ -359,8 +359,13 @@ def _add_in_order(tensors: list[Tensor]) -> Tensor:
     return total
 
 
+def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    # A copy to the host that does not block is read before it is there.
+    return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]
+
+
 def _on_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.to(tensors[0].device, non_blocking=True) for tensor in tensors]
+    return _on_device(tensors, tensors[0].device)
 
 
 def _sum_and_copy(buffers: list[Tensor]) -> list[Tensor]:
