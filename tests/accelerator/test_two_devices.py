@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import torchstrategy as ts
-from tests.accelerator.loading import DEVICES
+from tests.accelerator.loading import DEVICES, NAME
 from tests.gpu.training import make_data, make_net
 from tests.programs import assert_equal
 
@@ -80,3 +81,96 @@ def test_the_number_of_examples_may_be_on_a_device():
     count = torch.tensor(4, device=DEVICES[1])
     assert float(ts.nn.compute_average_loss(torch.ones(2), global_batch_size=count)) == 0.5
     assert float(ts.nn.compute_average_loss(torch.ones(2, device=DEVICES[1]), global_batch_size=count.cpu())) == 0.5
+
+
+@pytest.mark.parametrize(("autocast", "scales"), [(torch.bfloat16, False), (torch.float16, True), (None, True)])
+def test_mixed_precision(autocast, scales):
+    strategy, one = ts.MirroredStrategy(), ts.OneDeviceStrategy(DEVICES[1])
+    found = train(strategy, *make_model(strategy), autocast=autocast, scales=scales)
+    tolerance = CLOSE if autocast is None else 2e-2  # halves are rounded before they are added
+    assert_equal(found, train(one, *make_model(one), autocast=autocast, scales=scales), tolerance)
+
+
+def test_modes_of_the_caller_hold_on_both_devices():
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+
+    def run():
+        module = torch.get_device_module(NAME)
+        ts.get_replica_context().all_reduce("SUM", torch.ones(1))  # for which each has a thread of its own
+        return model(torch.ones(1, 2)).dtype, torch.is_grad_enabled(), module.current_device()
+
+    with torch.autocast(NAME, torch.bfloat16), torch.no_grad():
+        found = strategy.run(run)
+    assert strategy.experimental_local_results(found) == tuple((torch.bfloat16, False, index) for index in range(2))
+    assert torch.get_device_module(NAME).current_device() == 0
+
+
+def test_replicas_draw_other_numbers_and_the_same_again():
+    strategy = ts.MirroredStrategy()
+
+    def draw():
+        torch.manual_seed(5)
+        found = strategy.run(lambda: nn.functional.dropout(torch.ones(100)))
+        return [value.cpu() for value in strategy.experimental_local_results(found)]
+
+    first, second = draw(), draw()
+    assert all(torch.equal(own, again) for own, again in zip(first, second, strict=True))
+    assert not torch.equal(*first)
+
+
+def test_collectives():
+    strategy = ts.MirroredStrategy()
+
+    def run():
+        context = ts.get_replica_context()
+        own = torch.full((2,), context.replica_id_in_sync_group + 1.0)
+        return context.all_reduce("SUM", own), context.all_gather(own, axis=0)
+
+    sums, gathered = strategy.run(run)
+    for device, total, rows in zip(DEVICES, sums.values, gathered.values, strict=True):
+        assert total.device == rows.device == torch.device(device)
+        assert total.tolist() == [3, 3]
+        assert rows.tolist() == [1, 1, 2, 2]
+    assert strategy.reduce("MEAN", sums, axis=None).tolist() == [3, 3]
+
+
+def test_fit():
+    x, y = make_data(torch.float32)
+
+    def fit(strategy):
+        with strategy.scope():
+            model = ts.Model(make_net(torch.float32))
+            model.compile("adam", "mse", metrics=["mae"])
+        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return {name: torch.tensor(values) for name, values in history.items()} | {
+            "predicted": model.predict(x, verbose=0)
+        }
+
+    assert_equal(fit(ts.MirroredStrategy()), fit(ts.OneDeviceStrategy("cpu:0")), CLOSE)
+
+
+def test_batch_norm_over_both_devices():
+    def run(strategy):
+        with strategy.scope():
+            layer = ts.nn.SyncBatchNorm(5)
+        x, _ = make_data(torch.float32)
+        for inputs in strategy.experimental_distribute_dataset([x]):
+            outputs = strategy.run(layer, args=(inputs,))
+        rows = torch.cat([value.detach().cpu() for value in strategy.experimental_local_results(outputs)])
+        return {"outputs": rows, **{name: value.cpu() for name, value in layer.state_dict().items()}}
+
+    assert_equal(run(ts.MirroredStrategy()), run(ts.OneDeviceStrategy("cpu:0")), CLOSE)
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_checkpoint_moves_between_two_devices_and_the_host(goes_back, tmp_path):
+    first, second = ts.MirroredStrategy(), ts.OneDeviceStrategy("cpu:0")
+    if goes_back:
+        first, second = second, first
+    saved, restored = make_model(first), make_model(second)
+    train(first, *saved, num_epochs=1)
+    path = ts.train.Checkpoint(model=saved[0], optimizer=saved[1]).save(str(tmp_path / "ckpt"))
+    ts.train.Checkpoint(model=restored[0], optimizer=restored[1]).restore(path)
+    assert_equal(train(second, *restored), train(first, *saved), CLOSE)

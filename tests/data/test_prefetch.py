@@ -21,7 +21,7 @@ GPUS = tuple(torch.device("cuda", i) for i in range(2))
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr(prefetch, "_stream_module", lambda device: fake if device.type == "cuda" else None)
+    monkeypatch.setattr(prefetch, "accelerator_module", lambda device: fake if device.type == "cuda" else None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
     prefetch._side_stream.cache_clear()
     with fake:

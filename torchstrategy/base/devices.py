@@ -10,11 +10,13 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 __all__ = [
     "Placement",
+    "accelerator_module",
     "canonical_device",
     "cpu_replicas",
     "full_device_name",
@@ -146,6 +148,15 @@ def visible_devices() -> list[str]:
         if accelerator is not None:
             accelerators = [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
     return [*accelerators, "cpu:0"]
+
+
+def accelerator_module(device: torch.device) -> Any:
+    """Return ``torch.cuda`` or its like: the streams, generators and current device of a kind of accelerators.
+
+    ``None`` for the CPU, and for kinds that have no streams in torch, such as XLA's devices.
+    """
+    module = None if device.type == "cpu" else getattr(torch, device.type, None)
+    return module if hasattr(module, "Stream") else None
 
 
 def tensor_device(device: torch.device) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-from torchstrategy.base.devices import local_devices, visible_devices
+from torchstrategy.base.devices import accelerator_module, local_devices, visible_devices
 from torchstrategy.base.job import Job
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
@@ -380,8 +380,8 @@ def join(
     if runtime is not None:
         description["XLA"] = runtime.name
     rendezvous = meet(job, description, options.deadline_seconds)
-    if own[0].type == "cuda":
-        torch.cuda.set_device(own[0])
+    if module := accelerator_module(own[0]):
+        module.set_device(own[0])
     hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
     try:
         workers = WorkerGroup(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base import tree
-from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.devices import Placement, accelerator_module, tensor_device
 from torchstrategy.base.values import BatchShares, PerReplica, set_shares
 from torchstrategy.data.batch import LocalBatch, as_given
 from torchstrategy.data.example_lists import Examples
@@ -121,7 +121,7 @@ def _send(row: list[Any], device: torch.device) -> _Arrival | None:
             row[i] = leaf.to(device)
     if not moving:
         return None
-    module = _stream_module(device)
+    module = accelerator_module(device)
     if module is None:
         for i in moving:
             row[i] = row[i].to(device)  # waits: without an event nothing else says when the copy is there
@@ -135,7 +135,7 @@ def _send(row: list[Any], device: torch.device) -> _Arrival | None:
 
 
 def _receive(arrival: _Arrival) -> None:
-    stream = _stream_module(arrival.device).current_stream(arrival.device)
+    stream = accelerator_module(arrival.device).current_stream(arrival.device)
     stream.wait_event(arrival.event)
     for copy in arrival.copies:
         for part in _parts(copy):
@@ -161,12 +161,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.values() if tensor.is_nested else tensor]
 
 
-def _stream_module(device: torch.device) -> Any:
-    """Return ``torch.cuda`` or its like; ``None`` where torch has no streams for the device."""
-    module = getattr(torch, device.type, None)
-    return module if hasattr(module, "Stream") else None
-
-
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    return _stream_module(device).Stream(device)
+    return accelerator_module(device).Stream(device)

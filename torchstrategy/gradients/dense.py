@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchstrategy.base.devices import Placement
+from torchstrategy.base.devices import Placement, accelerator_module
 from torchstrategy.base.log import info_once
 from torchstrategy.base.options import CommunicationOptions, PowerSGD
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, sum_gradients
@@ -61,8 +61,8 @@ class Bucket:
             raise RuntimeError(f"The bucket of the tensors {list(self.indices)} was not started.")
         self._wait()
         flat = self._contents()
-        if flat.is_cuda:  # a thread of autograd may have allocated it, on another stream
-            flat.record_stream(torch.cuda.current_stream(flat.device))
+        if module := accelerator_module(flat.device):  # a thread of autograd may have allocated it, on another stream
+            flat.record_stream(module.current_stream(flat.device))
 
     def sums(self) -> list[Tensor]:
         """Return the sums, parts of the bucket in the tensors' shapes."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.base.addresses import is_loopback, split_address
-from torchstrategy.base.devices import Placement, full_device_name, tensor_device
+from torchstrategy.base.devices import Placement, full_device_name, local_devices, tensor_device
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
@@ -159,7 +159,7 @@ class ParameterServerStrategy(Strategy):
         """Return what stands for the coordinator's strategy in a worker."""
         strategy = cls.__new__(cls)
         if device is None:
-            device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu", 0)
+            device = local_devices(None)[0]
         strategy._is_on_worker = True
         Strategy.__init__(strategy, Placement(1, 0, (device,)))
         strategy._task = ("worker", worker_index)

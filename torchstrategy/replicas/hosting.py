@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch
 from typing_extensions import override
 
 from torchstrategy.base.context import Frame, pop_frame, push_frame
-from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.devices import Placement, accelerator_module, tensor_device
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
@@ -46,9 +46,10 @@ class CallerModes:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.num_threads = torch.get_num_threads()
+        accelerator = torch.accelerator.current_accelerator()
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda", "xla")
+            for kind in {"cpu", "cuda", "xla", *([accelerator.type] if accelerator else [])}
             if torch.is_autocast_enabled(kind)
         ]
 
@@ -70,12 +71,9 @@ class CallerModes:
 
 @contextlib.contextmanager
 def _entered_device(device: torch.device) -> Iterator[None]:
-    with torch.device(device):
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield
+    module = accelerator_module(device)
+    with torch.device(device), contextlib.nullcontext() if module is None else module.device(device):
+        yield
 
 
 def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:

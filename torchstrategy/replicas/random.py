@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from torchstrategy import patches
+from torchstrategy.base.devices import accelerator_module
 
 __all__ = ["RandomStreams", "derive_seed", "own_generator", "replica_generator"]
 
@@ -187,7 +188,8 @@ class RandomStreams:
         self._at_once = range(len(replica_ids)) if concurrent else ()
         self._held: dict[torch.Generator, RandomStreams] = {}
         self._held_in_run: list[RandomStreams] = []
-        self._accelerators = [(i, d) for i, d in zip(replica_ids, devices, strict=True) if i and d.type == "cuda"]
+        own = [hasattr(accelerator_module(device), "default_generators") for device in devices]
+        self._accelerators = [(i, d) for i, d, is_own in zip(replica_ids, devices, own, strict=True) if i and is_own]
         self._seeds: dict[int, int] = {}
         #: The other replicas' streams; replica 0's is the program's.
         self._states: list[Tensor | None] = [None] * len(replica_ids)
@@ -292,8 +294,10 @@ def replica_generator(generator: torch.Generator, replica_id: int) -> torch.Gene
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    return torch.cuda.default_generators[device.index or 0]
+    module = accelerator_module(device)
+    module.init()
+    generator: torch.Generator = module.default_generators[device.index or 0]
+    return generator
 
 
 def derive_seed(state: Tensor, replica_id: int) -> int:

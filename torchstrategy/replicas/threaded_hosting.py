@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.base.context import Frame, pop_frame, push_frame
-from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.devices import Placement, accelerator_module, tensor_device
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
@@ -152,7 +152,7 @@ class ThreadedHosting(Hosting):
         if not self._depth:
             return None
         if self._concurrent:  # autograd has a thread for each accelerator
-            return _on_current_gpu(self._placement.devices)
+            return _on_current_device(self._placement.devices)
         return self._runners[self._depth - 1].current
 
     def _run_tasks(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -340,9 +340,10 @@ def _share(num_threads: int, num_replicas: int) -> int:
     return max(1, num_threads // num_replicas)
 
 
-def _on_current_gpu(devices: Sequence[torch.device]) -> int | None:
-    """Return which replica's GPU is this thread's; autograd has a thread for each."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def _on_current_device(devices: Sequence[torch.device]) -> int | None:
+    """Return which replica's accelerator is this thread's; autograd has a thread for each."""
+    module = accelerator_module(devices[0])
+    if module is None or not module.is_initialized():
         return None
-    here = torch.device("cuda", torch.cuda.current_device())
+    here = torch.device(devices[0].type, module.current_device())
     return devices.index(here) if here in devices else None
