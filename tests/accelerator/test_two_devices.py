@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from tests.accelerator import loading
 from tests.accelerator.loading import DEVICES, NAME
 from tests.gpu.training import make_data, make_net
 from tests.programs import assert_equal
@@ -174,3 +175,56 @@ def test_a_checkpoint_moves_between_two_devices_and_the_host(goes_back, tmp_path
     path = ts.train.Checkpoint(model=saved[0], optimizer=saved[1]).save(str(tmp_path / "ckpt"))
     ts.train.Checkpoint(model=restored[0], optimizer=restored[1]).restore(path)
     assert_equal(train(second, *restored), train(first, *saved), CLOSE)
+
+
+def train_by_local_rank(**options):
+    loading.load()
+    strategy = ts.MultiWorkerMirroredStrategy(communication_options=ts.experimental.CommunicationOptions(**options))
+    here = torch.get_device_module(NAME).current_device()
+    return [str(strategy.placement.devices[0]), here], train(strategy, *make_model(strategy))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.end_to_end),
+        pytest.param({"implementation": "RING", "overlap": True, "bytes_per_pack": 100}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_each_process_takes_the_device_of_its_local_rank(options, process_pool):
+    expected = on_cpu()
+    found = process_pool(2).run(train_by_local_rank, **options)
+    assert [places for places, _ in found] == [[device, index] for index, device in enumerate(DEVICES)]
+    for _, values in found:
+        assert_equal(values, expected, CLOSE)
+
+
+def test_replicas_at_once():
+    """Each on a thread of its own for a whole run, with autograd's threads beside it."""
+    strategy = ts.MirroredStrategy(concurrent=True)
+    assert_equal(train(strategy, *make_model(strategy)), on_cpu(), CLOSE)
+
+
+def test_variables():
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        total = ts.Variable(
+            0.0, synchronization=ts.VariableSynchronization.ON_READ, aggregation=ts.VariableAggregation.SUM
+        )
+        mean = ts.metrics.Mean()
+
+    def run():
+        own = torch.tensor(ts.get_replica_context().replica_id_in_sync_group + 1.0)
+        total.assign_add(own)
+        mean.update_state(own)
+
+    strategy.run(run)
+    assert float(total) == 3
+    assert float(mean.result()) == 1.5
+
+
+def test_a_worker_of_parameter_servers_computes_on_the_first_device():
+    spec = ts.train.ClusterSpec({"worker": ["localhost:1"], "ps": ["localhost:2"]})
+    strategy = ts.ParameterServerStrategy._on_worker(spec, 0)
+    assert [str(device) for device in strategy.placement.devices] == [DEVICES[0]]
