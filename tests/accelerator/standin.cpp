@@ -473,6 +473,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve_backward>());
 }
 
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {  // torch 2.9 finds no other way to the one above
+  m.impl("_has_compatible_shallow_copy_type", torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY(standin, m) {
   m.def("default_generator(int index) -> Generator?",
         [](int64_t index) -> std::optional<at::Generator> { return default_generator(index); });
