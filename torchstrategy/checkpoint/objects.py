@@ -26,6 +26,7 @@ from torchstrategy.checkpoint.tracked import (
     to_plain,
 )
 from torchstrategy.collectives.summing import in_format_of, memory_order
+from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
@@ -173,6 +174,10 @@ _WAYS = ("fused", "foreach", "capturable")
 
 class TrackedOptimizer(Tracked):
     """An optimizer. Its parameters have no names, so their shapes are kept, to notice another model's optimizer."""
+
+    @property
+    def is_collective(self) -> bool:
+        return shard_of(bodies(self.obj)[0]) is not None
 
     def capture(self, strategy: Any) -> Any:  # noqa: ARG002
         shapes = self._shapes()

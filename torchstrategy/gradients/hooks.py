@@ -25,6 +25,7 @@ from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.ledger import hear_all
+from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, optimizer_parameters, owner
 
@@ -98,9 +99,12 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             context.strategy._check_lone_step(plain)
         return None
     context.strategy.gradients.check(plain, context.local_id)
+    context.strategy.gradients.take_up([plain])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     context._sum(plain, uses_applied=callable(closure))  # what stands there before the closure makes new ones
     context.step_depth += 1
+    if (shard := shard_of(plain)) is not None:
+        shard.begin(plain)
     return _with_summed_closure(context, plain, closure, args, kwargs) if callable(closure) else None
 
 
@@ -128,10 +132,12 @@ def _with_summed_closure(
     context: Any, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Sum after each call of a closure; its loss becomes the sum over replicas, so that line searches agree."""
+    shard = shard_of(optimizer)
 
     def summed() -> Any:
-        loss = closure()
-        context.sum_gradients(optimizer)
+        with contextlib.nullcontext() if shard is None else shard.shown(optimizer):
+            loss = closure()
+            context.sum_gradients(optimizer)
         return context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
 
     if "closure" in kwargs:

@@ -15,6 +15,7 @@ from torchstrategy.base.options import VariableSynchronization
 from torchstrategy.gradients.hooks import watch
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
+from torchstrategy.gradients.sharded_states import ShardedStates, shard_of
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.record import optimizer_parameters
@@ -33,6 +34,7 @@ class ReplicaGradients:
         num_replicas: of the strategy, in all processes.
         ledger: what the gradients are.
         summer: sums them.
+        sharded: splits optimizer states over processes; ``None`` if each has all.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class ReplicaGradients:
         num_replicas: int,
         ledger: GradientLedger,
         summer: GradientSummer,
+        sharded: ShardedStates | None = None,
     ) -> None:
+        self._sharded = sharded
         self.ledger = ledger
         self.summer = summer
         self._owner = owner
@@ -76,6 +80,17 @@ class ReplicaGradients:
                         found[id(tensor)] = known
                 self._parameters[local_id] = found
                 self._checked[local_id] = {}
+
+    def take_up(self, objects: Iterable[Any]) -> None:
+        """Split the states of the optimizers among some plain objects over the processes, if that is asked for."""
+        if self._sharded is not None:
+            self._sharded.take_up(objects)
+
+    def end_run(self, *, has_failed: bool = False) -> None:
+        """Do so for the ledger, and for steps that an error has ended."""
+        if self._sharded is not None:
+            self._sharded.end_run()
+        self.ledger.end_run(has_failed=has_failed)
 
     def check(self, optimizer: Optimizer, local_id: int) -> None:
         """Refuse an optimizer whose gradients a replica can't sum.
@@ -130,6 +145,7 @@ class ReplicaGradients:
             is_fresh,
             uses_applied,
             None if self._hosting.run_hooks is not None else optimizer,  # one copy steps for all
+            shard_of(optimizer),
         )
 
     def before_backward(self, context: Any, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:

@@ -29,6 +29,7 @@ from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
 from torchstrategy.gradients.notes import State, fingerprints
 from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
+from torchstrategy.gradients.sharded_states import StateShard
 from torchstrategy.gradients.sync_check import compare_between_ranks, names_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import check_rows, hyper_parameters
@@ -57,6 +58,7 @@ class GradientSum(NamedTuple):
         uses_applied: whether a sum that a step has used may be used again as it is.
         optimizer: the replica's, whose hyper-parameters must be the others'; ``None`` if only buffers are summed,
             or one copy steps for all replicas.
+        shard: what this rank has of the optimizer's states, if they are split over ranks.
     """
 
     parameters: list[Tensor]
@@ -66,6 +68,7 @@ class GradientSum(NamedTuple):
     is_fresh: bool = False
     uses_applied: bool = False
     optimizer: Optimizer | None = None
+    shard: StateShard | None = None
 
 
 class _Record(NamedTuple):
@@ -81,6 +84,8 @@ class _Record(NamedTuple):
         writes: how often the optimizer's parameters were written to.
         low_rank: digest of the state of sums of low rank.
         early: the plan and the number of what was started early.
+        shard: of an optimizer whose states are split over ranks, how often this rank's part was loaded, and how many of
+            its steps did not come to their end.
     """
 
     plan: str
@@ -91,6 +96,7 @@ class _Record(NamedTuple):
     writes: int = 0
     low_rank: int = 0
     early: list[int] | None = None
+    shard: list[int] | None = None
 
 
 class _Masks(NamedTuple):
@@ -277,17 +283,19 @@ class GradientSummer:
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self.early.report(plan, firsts) if self.early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
-        step, optimizer = parts[0].step, parts[0].optimizer
+        step, optimizer, shard = parts[0].step, parts[0].optimizer, parts[0].shard
         rates = writes = 0
         if optimizer is not None and self._workers is not None:
             rates, writes = digest_of(optimizer), sum([parameter._version for parameter in firsts])
+            writes -= 0 if shard is None else shard.num_writes
         unmarked = ((1 << len(firsts)) - 1) & ~marked
         masks = _Masks(dense, sparse, marked, unmarked, changed)
+        loads = None if shard is None else [shard.num_loads, shard.num_unfinished]
         begun = None
         if early is not None:
             begun = [early.plan, early.opened]
             masks = masks._replace(started=(1 << early.num_started) - 1, stale=early.stale)
-        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun), masks
+        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun, loads), masks
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -296,7 +304,7 @@ class GradientSummer:
         return self.ledger.states(part.parameters, part.run, uses_applied=part.uses_applied)
 
     def _exchange(self, record: _Record, masks: _Masks, plan: Plan | None, parts: Sequence[GradientSum]) -> _Found:
-        firsts, optimizer = parts[0].parameters, parts[0].optimizer
+        firsts, optimizer, shard = parts[0].parameters, parts[0].optimizer, parts[0].shard
         count = sum(part.had_examples for part in parts)
         if self._workers is None:
             return _Found([record], masks, count)
@@ -332,7 +340,7 @@ class GradientSummer:
         if self._dense.low_rank is not None and any(row.low_rank != record.low_rank for row in records):
             self._dense.low_rank.forget(firsts)
         is_due = plan is not None and plan.is_due([row.writes for row in records], self._check_every)
-        if is_due:
+        if (shard is not None and shard.must_compare([row.shard for row in records])) or is_due:
             compare_between_ranks(firsts, self._workers, lambda k: names_of(self._buffers.record, firsts)[k])
         return _Found(records, _Masks(*united), int(num_with_examples))
 

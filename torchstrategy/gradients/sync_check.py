@@ -20,6 +20,7 @@ from torchstrategy.base.log import logger, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError, DivergenceError
 from torchstrategy.gradients.notes import fingerprints
+from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference, may_differ
 from torchstrategy.replicas.hosting import Hosting
@@ -181,6 +182,8 @@ def _optimizer_state(optimizer: Optimizer, what: str, names: dict[int, str]) -> 
         for key, value in sorted(group.items()):
             if key != "params" and isinstance(value, (int, float, str, bool, tuple, Tensor, type(None))):
                 yield f"{key!r} of group {k} of {what}", value
+        if shard_of(optimizer) is not None:
+            continue  # each rank has the states of other parameters
         for parameter in group["params"]:
             known = names.get(id(parameter), f"parameter {position}")
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+from torch.optim import Optimizer
 
 from torchstrategy.base.devices import Placement, full_device_name
 from torchstrategy.base.job import Job
@@ -15,6 +16,7 @@ from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import devices_of_process, join
+from torchstrategy.gradients.sharded_states import classes_to_shard, describe
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["MirroredStrategy"]
@@ -36,6 +38,10 @@ class MirroredStrategy(Strategy):
             threads. Results are the same. On the CPU, memory that is freed is then kept, see
             `ts.utils.keep_freed_memory`.
         check_every: number of runs between two searches for diverging replicas in one process.
+        shard_optimizer_states: split optimizer states over the processes, each with one replica: a process has those of
+            some parameters, steps these, and gets the other weights (ZeRO stage 1). Numbers and checkpoints stay as
+            they are. It is done for the optimizers of ``torch.optim`` that update each parameter by itself; a list
+            names further classes that do. ``optimizer.state_dict()`` must then be called on every process.
 
     Raises:
         ValueError: a device is not there (the message lists those that are), or named twice.
@@ -55,13 +61,16 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         concurrent: bool = False,
         check_every: int = 1000,
+        shard_optimizer_states: bool | Sequence[type[Optimizer]] = False,
     ) -> None:
         job = find_job(TorchrunClusterResolver())
         if job is None:
             warn_of_independent_copies(type(self).__name__, os.environ)
         options = communication_options or CommunicationOptions()
         own = devices_of_process(devices, None if job is None else _one_host(job))
-        workers = None if job is None else join(job, own, options, type(self).__name__, cross_device_ops)
+        classes = classes_to_shard(shard_optimizer_states, own)
+        name = type(self).__name__ + describe(classes)
+        workers = None if job is None else join(job, own, options, name, cross_device_ops)
         rank, size = (0, 1) if workers is None else (workers.rank, workers.size)
         placement = Placement(len(own) * size, len(own) * rank, own)
         super().__init__(
@@ -71,6 +80,7 @@ class MirroredStrategy(Strategy):
             communication_options=options,
             concurrent=concurrent,
             check_every=check_every,
+            sharded_classes=classes,
         )
         names = tuple(full_device_name(device) for device in own)
         where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"

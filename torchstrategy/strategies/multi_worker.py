@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.base.devices import Placement, full_device_name
@@ -19,6 +20,7 @@ from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import devices_of_process, join
 from torchstrategy.collectives.routes import choose_implementation
+from torchstrategy.gradients.sharded_states import classes_to_shard, describe
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.strategy import Strategy
 
@@ -44,6 +46,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             of torch's threads. Results are the same. On the CPU, memory that is freed is then kept, see
             `ts.utils.keep_freed_memory`.
         check_every: number of runs between two searches for diverging replicas.
+        shard_optimizer_states: split optimizer states over the processes, each with one replica: a process has those of
+            some parameters, steps these, and gets the other weights (ZeRO stage 1). Numbers and checkpoints stay as
+            they are. It is done for the optimizers of ``torch.optim`` that update each parameter by itself; a list
+            names further classes that do. ``optimizer.state_dict()`` must then be called on every process.
 
     Raises:
         ValueError: the cluster is wrong, this task is a parameter server, or a device is not there.
@@ -67,6 +73,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         concurrent: bool = False,
         check_every: int = 1000,
+        shard_optimizer_states: bool | Sequence[type[Optimizer]] = False,
     ) -> None:
         if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
             raise ValueError(
@@ -77,6 +84,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         options = communication_options or CommunicationOptions()
         job = find_job(cluster_resolver, os.environ)
         own = devices_of_process(devices, job)
+        classes = classes_to_shard(shard_optimizer_states, own)
         choose_implementation(options.implementation, own[0].type)  # what is wrong here needs no other worker
         if job is not None and job.task_type is not None:
             self._task = (job.task_type, job.task_id or 0)
@@ -87,7 +95,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         workers = None
         if job is not None and job.size > 1:
-            workers = join(job, own, options, "MultiWorkerMirroredStrategy", cross_device_ops)
+            workers = join(job, own, options, f"MultiWorkerMirroredStrategy{describe(classes)}", cross_device_ops)
         rank, size = (0, 1) if workers is None else (workers.rank, workers.size)
         super().__init__(
             Placement(len(own) * size, len(own) * rank, own),
@@ -96,6 +104,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options=options,
             concurrent=concurrent,
             check_every=check_every,
+            sharded_classes=classes,
         )
         known = None if job is None else job.resolver
         self._cluster_resolver = cluster_resolver or known or TFConfigClusterResolver()

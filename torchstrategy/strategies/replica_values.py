@@ -53,6 +53,7 @@ def take_in(strategy: Any, objects: Sequence[Any]) -> None:
                 obj.load_state_dict(obj.state_dict())  # which takes what it remembers to the parameters' device
     for obj in (*objects, *_schedulers_of(objects)):
         strategy.record.add(obj)
+    strategy.gradients.take_up(objects)
 
 
 def _schedulers_of(objects: Sequence[Any]) -> list[Any]:
@@ -115,6 +116,7 @@ class Scope:
             pop_frame(self._frame)
             stop_recording()
             self._strategy.hosting.leave_scope()
+            self._strategy.gradients.take_up(self._strategy.record.peek_new())
         stack, self._stack = self._stack, None
         stack.close()
 

@@ -27,6 +27,7 @@ from torchstrategy.gradients.hooks import install, watch
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.lone_values import serve_lone_values
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
+from torchstrategy.gradients.sharded_states import ShardedStates
 from torchstrategy.gradients.summer import GradientSummer
 from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
@@ -61,6 +62,8 @@ class Strategy:
         communication_options: how gradients travel between processes; ``None`` means the defaults.
         concurrent: run this process's replicas at the same time instead of in turns.
         check_every: number of runs between two searches for diverging replicas.
+        sharded_classes: split optimizer states over processes, of these classes as well as of torch's; ``None`` leaves
+            all of them in each process.
     """
 
     #: Job and index of this process in the cluster, as its devices' names have them.
@@ -75,6 +78,7 @@ class Strategy:
         communication_options: CommunicationOptions | None = None,
         concurrent: bool = False,
         check_every: int = 1000,
+        sharded_classes: Sequence[type] | None = None,
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(
@@ -93,7 +97,8 @@ class Strategy:
         self.hosting: Hosting = self._make_hosting(concurrent=concurrent, check_every=check_every)
         self._buffers = BufferSync(self.record, self.hosting.slots)
         self._running: tuple[ReplicaContext, ...] = ()
-        self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every)
+        sharded = None if sharded_classes is None or workers is None else ShardedStates(workers, sharded_classes)
+        self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every, sharded)
         if placement.num_replicas > 1:
             for serve in (install, serve_layers_of_torch, serve_lone_values):
                 serve(self)
@@ -486,7 +491,9 @@ class Strategy:
             self, self.placement, self.workers, self.record, concurrent=concurrent, check_every=check_every
         )
 
-    def _make_gradients(self, options: CommunicationOptions, check_every: int) -> ReplicaGradients:
+    def _make_gradients(
+        self, options: CommunicationOptions, check_every: int, sharded: ShardedStates | None
+    ) -> ReplicaGradients:
         """Make what knows the replicas' parameters and sums their gradients."""
         num_local = len(self.placement.devices)
         running = getattr(self.hosting, "running", None) or _only_replica_running(weakref.ref(self))
@@ -494,7 +501,9 @@ class Strategy:
         summer = GradientSummer(
             self.placement, self.cross_device_ops, self.workers, options, self._buffers, ledger, check_every
         )
-        return ReplicaGradients(type(self).__name__, self.hosting, num_local, self.num_replicas_in_sync, ledger, summer)
+        return ReplicaGradients(
+            type(self).__name__, self.hosting, num_local, self.num_replicas_in_sync, ledger, summer, sharded
+        )
 
     def _run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` for each replica of this process; ``run`` has checked the arguments."""
@@ -524,7 +533,7 @@ class Strategy:
             raise
         finally:
             self._running = outer
-            self.gradients.ledger.end_run(has_failed=has_failed)
+            self.gradients.end_run(has_failed=has_failed)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         """Combine one value over all replicas."""
