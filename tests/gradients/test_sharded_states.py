@@ -1,6 +1,9 @@
 """Optimizer states that are split over ranks change no number, no gradient and no checkpoint."""
 
+import functools
+
 import pytest
+import torch
 
 import torchstrategy as ts
 from tests.gradients import sharded_programs as programs
@@ -57,3 +60,112 @@ def test_optimizers_get_the_same_numbers_with_a_part_of_the_states(num_processes
 def test_what_can_not_be_split_is_refused(strategy, asked, devices, error, text):
     with pytest.raises(error, match=text):
         strategy(devices=devices, shard_optimizer_states=asked)
+
+
+def load(path):
+    return torch.load(path + ".pt", weights_only=True)["objects"]
+
+
+def exactly(value):
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    return {key: exactly(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.slow
+def test_checkpoints_of_split_and_whole_states_are_the_same_and_continue_anywhere(tmp_path, process_pool):
+    pools = {1: None, 2: process_pool(2), 3: process_pool(3)}
+
+    def train(size, name, num_steps, *, sharded, restore=None):
+        path = str(tmp_path / name)
+        run = functools.partial(programs.train_and_save, path, num_steps, sharded=sharded, restore=restore)
+        return [run()] if pools[size] is None else pools[size].run(run)
+
+    expected = train(1, "all", 6, sharded=False)[0]["weights"]
+    halves = {
+        (size, sharded): train(size, f"half-{size}-{sharded}", 3, sharded=sharded)
+        for size, sharded in [(1, True), (2, True), (2, False), (3, True)]
+    }
+    split, whole = (load(halves[2, sharded][0]["path"]) for sharded in (True, False))
+    assert exactly(split) == exactly(whole)
+    for half in halves.values():
+        for size, sharded in [(1, False), (2, True), (2, False), (3, True)]:
+            found = train(size, "end", 3, sharded=sharded, restore=half[0]["path"])
+            for row in found:
+                assert row["weights"] == pytest.approx(expected, abs=1e-10)
+            num_loaded = [row["num_loaded"] for row in found]
+            assert (sum(num_loaded) == 6) if sharded else num_loaded == [6] * size  # nobody loads others' parts
+
+
+def test_a_state_dict_of_one_rank_is_an_error_on_all(process_pool):
+    outcomes = process_pool(2).outcomes(programs.save_on_one_rank)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ts.errors.DisagreementError), outcome.error
+        assert "rank 0: Adam.state_dict() (number" in str(outcome.error)
+        assert "rank 1: the sum of gradients" in str(outcome.error)
+
+
+def test_states_that_are_loaded_on_one_rank_are_an_error_on_all(process_pool):
+    outcomes = process_pool(2).outcomes(programs.load_on_one_rank)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ts.errors.DisagreementError), outcome.error
+        assert "The states of Adam are split over ranks, which have not loaded them equally often" in str(outcome.error)
+        assert "rank 0: 2 times\n  rank 1: 1 times" in str(outcome.error)
+
+
+@pytest.mark.slow
+def test_optimizers_that_may_look_at_all_parameters_step_whole(process_pool):
+    for found in process_pool(2).run(programs.own_optimizers):
+        for num_states, (whole, split), lines in found.values():
+            assert split == pytest.approx(whole, abs=1e-10)
+            assert num_states in (1, 2, 3, 4, 5, 6)
+            assert all("not split over ranks" in line for line in lines)
+        assert found["unknown"][0] == 6
+        assert "shard_optimizer_states=[Signed]" in found["unknown"][2][0]
+        assert found["declared"][0] < 6
+        assert not found["declared"][2]
+        assert "looks at all parameters together" in found["LBFGS"][2][0]
+
+
+def test_hooks_of_the_program_see_all_gradients_and_all_weights(process_pool):
+    whole, split = (process_pool(2).run(functools.partial(programs.seen_by_hooks, sharded=s)) for s in (False, True))
+    assert split == whole
+
+
+def test_a_scaler_and_a_fused_step(process_pool):
+    whole, split = (process_pool(2).run(functools.partial(programs.scaled, sharded=s)) for s in (False, True))
+    assert split == whole
+    assert whole[0][2] != 1024.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fail", "kill"])
+def test_a_rank_that_is_lost_in_the_step_is_named(how):
+    with ts.testing.ProcessPool(2) as pool:
+        outcomes = pool.outcomes(programs.fail_in_step, how)
+    assert isinstance(outcomes[0].error, ts.errors.ReplicaFailedError), outcomes[0].error
+    text = {"fail": "ValueError: in the middle of the step", "kill": "its process has died"}[how]
+    for part in ("Rank 1", text, "gathering the weights that Failing has stepped"):
+        assert part in str(outcomes[0].error)
+
+
+@pytest.mark.slow
+def test_a_step_that_failed_on_all_ranks_does_not_go_unnoticed():
+    with ts.testing.ProcessPool(2) as pool:
+        outcomes = pool.outcomes(programs.fail_in_step, "all")
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ts.errors.DivergenceError), outcome.error
+
+
+@pytest.mark.slow
+def test_fit_and_its_backups(tmp_path, process_pool):
+    def fit(name, num_epochs, *, sharded):
+        return process_pool(2).run(functools.partial(programs.fit, str(tmp_path / name), num_epochs, sharded=sharded))
+
+    expected = fit("whole", 4, sharded=False)
+    fit("split", 2, sharded=True)
+    for (weights, num_states, num_parameters), row in zip(fit("split", 4, sharded=True), expected, strict=True):
+        assert weights == pytest.approx(row[0], abs=1e-10)
+        assert num_states < num_parameters
+    for weights, *_ in fit("split", 4, sharded=False):  # which has ended
+        assert weights == pytest.approx(expected[0][0], abs=1e-10)

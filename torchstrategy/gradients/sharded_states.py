@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrategy.base import tree
-from torchstrategy.base.log import call_site, info_once, warn_once
+from torchstrategy.base.log import call_site, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import copy_in, copy_out, divide, memory_order
 from torchstrategy.errors import DisagreementError
@@ -81,7 +81,7 @@ def _steps_alone(optimizer: Optimizer, classes: Collection[type]) -> bool:
     """Say whether an optimizer's update of a parameter is known to depend on that parameter alone."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        info_once(f"The states of {name} are not split over ranks, because its steps are to be differentiated.")
+        warning_once(f"The states of {name} are not split over ranks, because its steps are to be differentiated.")
         return False
     if type(optimizer) in classes:
         return True
@@ -89,9 +89,9 @@ def _steps_alone(optimizer: Optimizer, classes: Collection[type]) -> bool:
     if step.__module__.startswith("torch.optim.") and not isinstance(optimizer, _LOOKING_AT_ALL):
         return True
     if isinstance(optimizer, _LOOKING_AT_ALL):
-        info_once(f"The states of {name} are not split over ranks, because it looks at all parameters together.")
+        warning_once(f"The states of {name} are not split over ranks, because it looks at all parameters together.")
     else:
-        warn_once(
+        warning_once(
             f"The states of {name} are not split over ranks: it is not of torch.optim, and its update of a parameter "
             "may depend on other parameters. If it does not, say so by "
             f"shard_optimizer_states=[{name}] where the strategy is made."
