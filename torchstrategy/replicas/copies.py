@@ -64,8 +64,9 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
         raise TypeError(
             f"Parameters of {name} are DTensors, such as {sharded[0]!r}: `fully_shard` (FSDP2) or `parallelize_module` "
             "has divided them between processes. Every replica of a strategy has whole parameters: make the plain "
-            "module in the scope, without `fully_shard`. A model that is too large for one device is trained by FSDP2 "
-            "without a strategy."
+            "module in the scope, without `fully_shard`. If optimizer states are what is too large, make the strategy "
+            "with shard_optimizer_states=True. A model that is too large for one device is trained by FSDP2 without a "
+            "strategy."
         )
     if isinstance(obj, nn.Module):
         for key, value in [*obj._parameters.items(), *obj._buffers.items()]:

@@ -111,6 +111,7 @@ INTEGERS = {
     "input": ["num_examples", "num_files", "pairs", "memory_epochs", "overlap_repeats"],
     "network": ["hosts", "threads", "batch_size", "rounds", "steps", "compute_steps", "fitted_links"],
     "servers": ["rounds", "ps", "work.floats", "work.closures", "work.train_steps"],
+    "optimizer_memory": ["width", "layers", "batch_size", "steps", "rounds"],
     "tpu_steps": ["starts", "pairs", "steps", "batch_size"],
 }
 
@@ -140,6 +141,8 @@ def test_wrong_numbers(recipe):
         ("training", ["~settings.default"], "settings must have `default`, .*Received: default: None"),
         ("training", ["+settings.mine={channels_last: true}"], "each of them .*'optimizer'.* Received: mine: "),
         ("central_storage", ["processes=[0]"], "processes must be a list of integers of at least 1"),
+        ("optimizer_memory", ["processes=[1]"], "processes must be a list of integers of at least 2"),
+        ("optimizer_memory", ["implementation=NCCL"], r"implementation must be one of \['RING', 'AUTO'\]"),
         ("model_fit", ["models=[resnet]"], r"models must be of \['conv_net', 'mlp'\]\. Received: \['resnet'\]"),
         ("model_fit", ["layouts=[3 processes]"], r"layouts must be of .*Received: \['3 processes'\]"),
         ("model_fit", ["quick=no"], "quick must be true or false"),
