@@ -15,7 +15,7 @@ import torchstrategy as ts
 from tests.gradients.early_job import DOUBLE, Job, net, weights
 from tests.gradients.early_programs import PROGRAMS
 from tests.gradients.parameter_programs import Words
-from tests.programs import Lines
+from tests.programs import Lines, train
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
@@ -262,3 +262,7 @@ def fit(folder: str, num_epochs: int, *, sharded: bool) -> tuple[list[float], in
     backup = ts.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
     model.fit(x, x[:, :3].sin(), batch_size=8, epochs=num_epochs, verbose=0, callbacks=[backup], shuffle=False)
     return weights(model), len(model.optimizer.state), len(list(model.parameters()))
+
+
+def parity(options: dict[str, Any]) -> list[list[float]]:
+    return train(strategy_of(True), dtype=DOUBLE, epochs=2, **options)

@@ -8,6 +8,7 @@ import torch
 import torchstrategy as ts
 from tests.gradients import sharded_programs as programs
 from tests.gradients.early_programs import PROGRAMS
+from tests.programs import largest_difference, train
 
 
 def check_equal(results):
@@ -169,3 +170,19 @@ def test_fit_and_its_backups(tmp_path, process_pool):
         assert num_states < num_parameters
     for weights, *_ in fit("split", 4, sharded=False):  # which has ended
         assert weights == pytest.approx(expected[0][0], abs=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer_name": "sgd", "clip": 0.5},
+        {"optimizer_name": "adam", "accumulation": 2},
+        {"optimizer_name": "adam", "net": "conv"},
+    ],
+)
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_training_equals_that_of_one_replica(num_processes, options, process_pool):
+    expected = train(None, dtype=torch.float64, epochs=2, **options)
+    for found in process_pool(num_processes).run(programs.parity, options):
+        assert largest_difference(found, expected) < 1e-10
