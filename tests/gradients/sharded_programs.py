@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tests.gradients.early_job import DOUBLE, Job, net, weights
 from tests.gradients.early_programs import PROGRAMS
 from tests.gradients.parameter_programs import Words
 from tests.programs import Lines, train
+from torchstrategy.gradients import sharded_states
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
@@ -47,7 +49,8 @@ class Remembering(Job):
 def run(names: list[str], implementation: str) -> dict[str, tuple[list[float], list[float]]]:
     """Return the numbers of some programs with whole states, and with split ones and sums that begin early."""
     whole, split = strategy_of(False, implementation, False), strategy_of(True, implementation, True)
-    return {name: (PROGRAMS[name](Remembering(whole)), PROGRAMS[name](Remembering(split))) for name in names}
+    with mock.patch.object(sharded_states, "_ROUND_BYTES", 100):  # so that parameters travel in parts
+        return {name: (PROGRAMS[name](Remembering(whole)), PROGRAMS[name](Remembering(split))) for name in names}
 
 
 def gradients_of(model: nn.Module) -> list[Any]:
@@ -261,6 +264,7 @@ def fit(folder: str, num_epochs: int, *, sharded: bool) -> tuple[list[float], in
     x = torch.randn(30, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
     backup = ts.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
     model.fit(x, x[:, :3].sin(), batch_size=8, epochs=num_epochs, verbose=0, callbacks=[backup], shuffle=False)
+    model.save(f"{folder}.pt")
     return weights(model), len(model.optimizer.state), len(list(model.parameters()))
 
 

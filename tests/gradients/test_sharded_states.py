@@ -168,6 +168,8 @@ def test_fit_and_its_backups(tmp_path, process_pool):
     for (weights, num_states, num_parameters), row in zip(fit("split", 4, sharded=True), expected, strict=True):
         assert weights == pytest.approx(row[0], abs=1e-10)
         assert num_states < num_parameters
+    split, whole = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("split", "whole"))
+    assert exactly(split["training"]) == exactly(whole["training"])
     for weights, *_ in fit("split", 4, sharded=False):  # which has ended
         assert weights == pytest.approx(expected[0][0], abs=1e-10)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -77,10 +78,11 @@ def save_model(
     strategy = strategy_of(model)
     require_cross_replica("Model.save")
     capture = capture_weights(model, strategy)
+    capture_training = _capture_training(trainer_of(model), strategy)
 
     def write(file: str) -> None:
         with spilled_to(os.path.dirname(file)):
-            content = _content_of(model, capture(), strategy)
+            content = _content_of(model, capture(), capture_training)
             write_archive(file, content)
 
     write_as_one(strategy, path, write, overwrite=overwrite, method="Model.save")
@@ -151,7 +153,7 @@ def load_model(
     return model
 
 
-def _content_of(model: nn.Module, weights: Any, strategy: Any) -> dict[str, Any]:
+def _content_of(model: nn.Module, weights: Any, capture_training: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what a file holds."""
     body = bodies(model)[0]
     own = bodies(plain_module(model))[0].state_dict(keep_vars=True)
@@ -163,7 +165,7 @@ def _content_of(model: nn.Module, weights: Any, strategy: Any) -> dict[str, Any]
     trainer = trainer_of(model)
     if trainer.is_compiled:
         objects["compile"] = _arguments_of(body, trainer)
-        training = {name: track_object(name, obj).capture(strategy) for name, obj in _stateful_parts(trainer).items()}
+        training = capture_training()
         training["iterations"] = trainer.iterations
     return {
         "format": MODEL_FORMAT,
@@ -184,6 +186,14 @@ def _plain_or_none(value: Any) -> Any:
 
 def _stateful_parts(trainer: Trainer) -> dict[str, Any]:
     return {name: obj for name in ("optimizer", "scaler") if (obj := getattr(trainer, name)) is not None}
+
+
+def _capture_training(trainer: Trainer, strategy: Any) -> Callable[[], dict[str, Any]]:
+    """Do what all processes must do together to read the states of what trains; return it to the one that writes."""
+    parts = _stateful_parts(trainer) if trainer.is_compiled else {}
+    tracked = {name: track_object(name, obj) for name, obj in parts.items()}
+    states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
+    return lambda: {name: states[name] if name in states else item.capture(strategy) for name, item in tracked.items()}
 
 
 def _arguments_of(body: nn.Module, trainer: Trainer) -> dict[str, Any]:
