@@ -270,3 +270,31 @@ def fit(folder: str, num_epochs: int, *, sharded: bool) -> tuple[list[float], in
 
 def parity(options: dict[str, Any]) -> list[list[float]]:
     return train(strategy_of(True), dtype=DOUBLE, epochs=2, **options)
+
+
+def drop_on_one_rank() -> str:
+    """A hook drops a gradient that the other rank steps."""
+    job = Job(strategy_of(True))
+    model, optimizer = job.make(net, torch.optim.Adam)
+
+    def drop(*_: Any) -> None:
+        if job.rank == 0:
+            model[0].weight.grad = None
+
+    optimizer.register_step_pre_hook(drop)
+    job.train(model, optimizer, 3)
+    return "not reached"
+
+
+def save_in_background(path: str) -> tuple[Any, Any]:
+    """Return the states of the moment of an asynchronous save, and what the file has of them after more steps."""
+    job = Job(strategy_of(True))
+    model, optimizer = job.make(net, torch.optim.Adam)
+    job.train(model, optimizer, 2)
+    expected = {k: state["exp_avg"].tolist() for k, state in optimizer.state_dict()["state"].items()}
+    checkpoint = ts.train.Checkpoint(optimizer=optimizer)
+    file = checkpoint.write(path, ts.train.CheckpointOptions(enable_async=True))
+    job.train(model, optimizer, 2)
+    checkpoint.sync()
+    saved = torch.load(file + ".pt", weights_only=True)["objects"]["optimizer"]["state"]["state"]["state"]
+    return expected, {k: state["exp_avg"].tolist() for k, state in saved.items()}

@@ -188,3 +188,19 @@ def test_training_equals_that_of_one_replica(num_processes, options, process_poo
     expected = train(None, dtype=torch.float64, epochs=2, **options)
     for found in process_pool(num_processes).run(programs.parity, options):
         assert largest_difference(found, expected) < 1e-10
+
+
+@pytest.mark.slow
+def test_a_hook_that_drops_a_gradient_on_one_rank_is_an_error():
+    with ts.testing.ProcessPool(2) as pool:
+        errors = [outcome.error for outcome in pool.outcomes(programs.drop_on_one_rank)]
+    assert type(errors[0]) is RuntimeError
+    assert "The ranks have stepped different parameters of Adam at early_job.py" in str(errors[0])
+    assert isinstance(errors[1], ts.errors.ReplicaFailedError)
+    assert "Rank 0 (replica 0) failed" in str(errors[1])
+
+
+@pytest.mark.slow
+def test_an_asynchronous_save_has_the_states_of_its_moment(tmp_path, process_pool):
+    for expected, saved in process_pool(2).run(programs.save_in_background, str(tmp_path / "run")):
+        assert saved == expected

@@ -299,7 +299,7 @@ class StateShard:
             found = self._workers.all_gather_tensors(own, operation)
             received = [one.numel() for one in found]
             if received != sizes:
-                raise DisagreementError(
+                raise RuntimeError(  # the others, which may see nothing amiss, are told of it
                     f"The ranks have stepped different parameters of {self._name} at {call_site()}: rank {rank} "
                     f"expects {sizes} numbers of the ranks, and they have sent {received}. Every rank must leave the "
                     "optimizer the same gradients: a hook that drops some must do so on all ranks."
