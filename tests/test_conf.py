@@ -28,7 +28,7 @@ def settings(config, *options):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 24
+    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 26
     assert len(STRATEGIES) == 7
 
 

@@ -1,10 +1,14 @@
 """Ray on two nodes of this host: the recipe, whose workers and nodes are lost, and parameter servers as actors."""
 
+import ctypes
+import fcntl
 import importlib.util
 import os
 import re
 import secrets
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +25,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make test-engines"),
 ]
+_CLONE_NEWNET, _SIOCSIFFLAGS, _IFF_UP = 0x40000000, 0x8914, 1
 # Ray looks often whether workers live, and soon believes that a node is lost.
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
@@ -37,9 +42,20 @@ SETTINGS = {
 }
 
 
+def leave_network():
+    """Give this process and those that it starts a network with nothing but the loopback, where that is allowed.
+
+    Ray's nodes listen on the host's own address, whatever they are told.
+    """
+    if sys.platform == "linux" and ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """One cluster for all tests, whose programs find it by RAY_ADDRESS."""
+    leave_network()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
