@@ -25,7 +25,6 @@ from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context, is_updating
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.ledger import hear_all
-from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.replicas.record import find_owner, optimizer_parameters, owner
 
@@ -103,7 +102,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     context._sum(plain, uses_applied=callable(closure))  # what stands there before the closure makes new ones
     context.step_depth += 1
-    if (shard := shard_of(plain)) is not None:
+    if (shard := context.strategy.gradients.shard_of(plain)) is not None:
         shard.begin(plain)
     return _with_summed_closure(context, plain, closure, args, kwargs) if callable(closure) else None
 
@@ -132,7 +131,7 @@ def _with_summed_closure(
     context: Any, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Sum after each call of a closure; its loss becomes the sum over replicas, so that line searches agree."""
-    shard = shard_of(optimizer)
+    shard = context.strategy.gradients.shard_of(optimizer)
 
     def summed() -> Any:
         with contextlib.nullcontext() if shard is None else shard.shown(optimizer):

@@ -15,7 +15,7 @@ from torchstrategy.base.options import VariableSynchronization
 from torchstrategy.gradients.hooks import watch
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
-from torchstrategy.gradients.sharded_states import ShardedStates, shard_of
+from torchstrategy.gradients.sharded_states import ShardedStates, StateShard, shard_of
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.record import optimizer_parameters
@@ -86,6 +86,10 @@ class ReplicaGradients:
         if self._sharded is not None:
             self._sharded.take_up(objects)
 
+    def shard_of(self, optimizer: Optimizer) -> StateShard | None:
+        """Return what this process has of an optimizer's states, if they are split."""
+        return None if self._sharded is None else shard_of(optimizer)
+
     def end_run(self, *, has_failed: bool = False) -> None:
         """Do so for the ledger, and for steps that an error has ended."""
         if self._sharded is not None:
@@ -145,7 +149,7 @@ class ReplicaGradients:
             is_fresh,
             uses_applied,
             None if self._hosting.run_hooks is not None else optimizer,  # one copy steps for all
-            shard_of(optimizer),
+            self.shard_of(optimizer),
         )
 
     def before_backward(self, context: Any, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:

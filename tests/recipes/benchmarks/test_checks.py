@@ -111,6 +111,7 @@ INTEGERS = {
     "input": ["num_examples", "num_files", "pairs", "memory_epochs", "overlap_repeats"],
     "network": ["hosts", "threads", "batch_size", "rounds", "steps", "compute_steps", "fitted_links"],
     "servers": ["rounds", "ps", "work.floats", "work.closures", "work.train_steps"],
+    "scale": ["parameters", "steps", "per_host"],
     "optimizer_memory": ["width", "layers", "batch_size", "steps", "rounds"],
     "tpu_steps": ["starts", "pairs", "steps", "batch_size"],
 }
@@ -141,6 +142,8 @@ def test_wrong_numbers(recipe):
         ("training", ["~settings.default"], "settings must have `default`, .*Received: default: None"),
         ("training", ["+settings.mine={channels_last: true}"], "each of them .*'optimizer'.* Received: mine: "),
         ("central_storage", ["processes=[0]"], "processes must be a list of integers of at least 1"),
+        ("scale", ["ranks=[1]"], "ranks must be a list of integers of at least 2"),
+        ("scale", ["network.gbit_s=0"], r"network\.gbit_s must be a number above 0"),
         ("optimizer_memory", ["processes=[1]"], "processes must be a list of integers of at least 2"),
         ("optimizer_memory", ["implementation=NCCL"], r"implementation must be one of \['RING', 'AUTO'\]"),
         ("model_fit", ["models=[resnet]"], r"models must be of \['conv_net', 'mlp'\]\. Received: \['resnet'\]"),
