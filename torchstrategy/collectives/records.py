@@ -247,7 +247,8 @@ class RecordTree:
             self._send_up(found, check)
         if self._parent is not None:
             found = _Found(None)  # everything is united
-            _receive_bundle(self._channels[self._parent], self._parent, self._tree.span(0), found, check)
+            with label("wait", "for rank", self._parent):
+                _receive_bundle(self._channels[self._parent], self._parent, self._tree.span(0), found, check)
         bodies = list(found.bodies())
         bundle = _bundle(bodies)
         for child in reversed(self._children):  # other hosts first, from where it may have far to go
