@@ -363,9 +363,11 @@ def exchanges_started_early() -> list[object]:
     both = [workers.start_sum_of_numbers(name, [10 * len(name) + rank]) for name in ("two", "three")]
     several = [result() for result in both]
     once_more = finish()
+    uneven = message_of(lambda: workers.start_sum_of_numbers("uneven", [1] * (rank + 1))() and None)
     wrong = workers.start_sum_of_numbers("mine" if rank else "yours", [rank])
     refused = [message_of(lambda: workers.exchange("the next", None) and None), message_of(lambda: wrong() and None)]
-    return [finish(), where, between, several, once_more, refused, float(strategy.reduce("sum", torch.ones(())))]
+    last = float(strategy.reduce("sum", torch.ones(())))
+    return [finish(), where, between, several, once_more, uneven, refused, last]
 
 
 class Mixed(nn.Module):

@@ -82,10 +82,13 @@ def test_disagreements_are_explained_and_leave_the_job_usable(process_pool):
 
 
 def test_an_exchange_may_start_early(process_pool):
-    for one, where, between, several, once_more, refused, last in process_pool(2).run(programs.exchanges_started_early):
+    for one, where, between, several, once_more, uneven, refused, last in process_pool(2).run(
+        programs.exchanges_started_early
+    ):
         assert one == once_more == [1, 0.5]
         assert where.startswith("after the start of one (collective number ")
         assert several == [[61], [101]]
+        assert uneven.endswith("uneven: the ranks must bring the same count of numbers.\n  rank 0: 1\n  rank 1: 2")
         assert between == last == 2.0  # the job stays usable
         assert refused[0] == refused[1]
         assert "rank 0: yours (number " in refused[0]

@@ -134,17 +134,18 @@ class RecordGroup:
             counts: numbers to be added up; as many on all ranks.
 
         Returns:
-            A function that waits for the others' and returns the sums; errors as in ``unite``. The next collective
-            waits for them too, and raises these errors, if it comes first.
+            A function that waits for the others' and returns the sums; errors as in ``unite``, and
+            ``InvalidArgumentError`` where ranks bring more than others. The next collective waits, too, if it is first.
         """
-        finish = self._start_exchange(operation, None, _encode((), counts), _unite)
+        finish = self._start_exchange(operation, len(counts), _encode((), counts), _unite)
         sums: Future[list[float]] = Future()
 
         def result() -> list[float]:
             if not sums.done():
                 self._started = None
                 try:
-                    sums.set_result(self._united(finish())[2])
+                    check_equal(_spread(rows := finish(), 0), operation, "count of numbers")
+                    sums.set_result(self._united(rows)[2])
                 except BaseException as error:
                     sums.set_exception(error)
                     raise
