@@ -117,12 +117,7 @@ class RecordGroup:
 
         Returns:
             The payloads in the order of ranks; then of each mask the bits that any rank has set; then the sums of the
-            counts, to the bit the same on all ranks.
-
-        Raises:
-            DisagreementError: another rank is in another operation.
-            ReplicaFailedError: another rank failed or is gone.
-            DeadlineExceededError: not all ranks arrived in time.
+            counts, to the bit the same on all ranks. Errors as in ``exchange``.
         """
         return self._united(self._start_exchange(operation, payload, _encode(masks, counts), _unite)())
 
@@ -356,19 +351,21 @@ def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
 
 
 def _encode(masks: Sequence[int], counts: Sequence[float]) -> bytes:
-    return json.dumps([[f"{mask:x}" for mask in masks], list(counts)], separators=(",", ":")).encode()
+    return json.dumps([f"{mask:x}" for mask in masks]).encode() + b"\n" + json.dumps(counts).encode()
 
 
 def _decode(data: bytes) -> tuple[list[int], list[float]]:
-    masks, counts = json.loads(data)
+    masks, counts = map(json.loads, data.split(b"\n"))
     return [int(mask, 16) for mask in masks], counts
 
 
 def _unite(one: bytes, other: bytes) -> bytes:
     """Return for two ranks, or groups of ranks, what ``RecordGroup.unite`` says of both."""
-    (masks, counts), (more_masks, more_counts) = _decode(one), _decode(other)
-    united = [mask | more for mask, more in zip(masks, more_masks, strict=True)]
-    return _encode(united, [count + more for count, more in zip(counts, more_counts, strict=True)])
+    (masks, counts), (more, more_counts) = one.split(b"\n"), other.split(b"\n")
+    sums = [count + another for count, another in zip(json.loads(counts), json.loads(more_counts), strict=True)]
+    if masks == more:  # as nearly always
+        return masks + b"\n" + json.dumps(sums).encode()
+    return _encode([mask | also for mask, also in zip(_decode(one)[0], _decode(other)[0], strict=True)], sums)
 
 
 def _spread(rows: Sequence[_Row], place: int) -> list[Any]:
