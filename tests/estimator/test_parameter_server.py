@@ -47,6 +47,7 @@ def test_chief_and_workers_train_one_model(tmp_path, strategy):
 def test_a_worker_may_go_and_come_back(tmp_path):
     with Tasks(tmp_path, JOBS, strategy="parameter_server", max_steps=150, save_steps=50, step_s=0.05) as tasks:
         tasks.start("ps0", "ps1", "chief0", "worker0", "worker1")
+        tasks.wait_for_step("chief0", 1)
         tasks.wait_for_step("worker1", 5)
         tasks.kill("worker1")
         made = len(tasks.steps("worker1"))
