@@ -338,10 +338,11 @@ class ServerLink:
             peer.close()
             self.refused(peer, f"it is a {job} and no parameter server; do all tasks have the same cluster?")
             return
-        before, self.incarnation = self.incarnation or welcome["server"], welcome["server"]
-        restored = {self.incarnation: None, **welcome.get("restored", {})}
+        before = self.incarnation or welcome["server"]
+        restored = {welcome["server"]: None, **welcome.get("restored", {})}
         self._is_saved = welcome.get("is_saved", False)
         values, lost_since = "its variables are as they were", restored.get(before)
+        self.incarnation = welcome["server"] if before in restored else before  # which workers are told to look for
         if before not in restored:
             self._gone = f"was restarted, and its variables are gone. {self.remedy}"
             peer.close()

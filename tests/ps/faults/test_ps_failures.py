@@ -96,6 +96,15 @@ def test_ps_failure_while_recovery_from_worker_failure(job):
         thread.join()
 
 
+def test_worker_returns_when_another_process_is_in_place_of_a_ps(job):
+    """It must not take that one, which has no variables, for the one that the coordinator had."""
+    job.cluster.restart("ps", 1)
+    wait_until(lambda: "was restarted" in str(job.strategy._ps_failure(1)))
+    job.cluster.restart("worker", 0)
+    with pytest.raises(Unavailable, match="/job:ps/task:1"):
+        wait_until(lambda: not job.coordinator.done())
+
+
 @pytest.mark.slow  # it tries for 10 seconds
 def test_worker_returns_after_ps_failure(job):
     """It can't be prepared without the parameter server, and the program is told which one is missing."""
