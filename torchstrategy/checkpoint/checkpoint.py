@@ -17,7 +17,7 @@ from torchstrategy.checkpoint.archive import SUFFIX, checkpoint_file, read_check
 from torchstrategy.checkpoint.background import Background, CheckpointOptions, takes_async
 from torchstrategy.checkpoint.directory import Index
 from torchstrategy.checkpoint.fencing import Fence, publish
-from torchstrategy.checkpoint.objects import strategy_of, track_all
+from torchstrategy.checkpoint.objects import capture_together, strategy_of, track_all
 from torchstrategy.checkpoint.process_reports import (
     agree_on_restore,
     agree_on_write,
@@ -363,14 +363,11 @@ class Checkpoint(Group):
         self._finish()
         put = self._background.timed(put)
         strategy._before_capture()
-        # What needs all processes comes first: after it they write one after another, and report what went wrong.
-        states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
+        capture_states = capture_together(tracked, strategy)  # after it they report what went wrong
 
         def capture() -> dict[str, Any]:
             with spilled_to(os.path.dirname(path)):
-                for name, item in tracked.items():
-                    if name not in states:
-                        states[name] = item.capture(strategy)
+                states = capture_states()
             objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
             # A program that numbers its checkpoints itself has no counter to store.
             return {"save_counter": self._save_counter or None, "objects": objects}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,15 @@ from torchstrategy.replicas.on_read import SyncOnReadVariable
 from torchstrategy.replicas.record import owner
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["align_before_step", "align_state", "is_dense", "strategy_of", "track_all", "track_object"]
+__all__ = [
+    "align_before_step",
+    "align_state",
+    "capture_together",
+    "is_dense",
+    "strategy_of",
+    "track_all",
+    "track_object",
+]
 
 
 def align_state(optimizer: Optimizer) -> None:
@@ -311,6 +319,16 @@ def track_object(name: str, obj: Any) -> Tracked:
 def track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
     """Return what saves and restores each object of a structure."""
     return {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
+
+
+def capture_together(tracked: Mapping[str, Tracked], strategy: Any) -> Callable[[], dict[str, Any]]:
+    """Do what all processes must do together to capture objects, before they write one after another.
+
+    Returns:
+        A function for the process that writes. It captures the others, and returns all states by name.
+    """
+    states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
+    return lambda: {name: states[name] if name in states else item.capture(strategy) for name, item in tracked.items()}
 
 
 def strategy_of(tracked: Mapping[str, Tracked]) -> Any:

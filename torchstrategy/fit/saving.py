@@ -18,7 +18,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import has_strategy
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.checkpoint.archive import check_version, read_archive, write_archive
-from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.objects import capture_together, track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore
 from torchstrategy.checkpoint.storage import spilled_to
 from torchstrategy.checkpoint.tracked import to_plain
@@ -78,7 +78,9 @@ def save_model(
     strategy = strategy_of(model)
     require_cross_replica("Model.save")
     capture = capture_weights(model, strategy)
-    capture_training = _capture_training(trainer_of(model), strategy)
+    trainer = trainer_of(model)
+    parts = _stateful_parts(trainer) if trainer.is_compiled else {}
+    capture_training = capture_together({name: track_object(name, obj) for name, obj in parts.items()}, strategy)
 
     def write(file: str) -> None:
         with spilled_to(os.path.dirname(file)):
@@ -186,14 +188,6 @@ def _plain_or_none(value: Any) -> Any:
 
 def _stateful_parts(trainer: Trainer) -> dict[str, Any]:
     return {name: obj for name in ("optimizer", "scaler") if (obj := getattr(trainer, name)) is not None}
-
-
-def _capture_training(trainer: Trainer, strategy: Any) -> Callable[[], dict[str, Any]]:
-    """Do what all processes must do together to read the states of what trains; return it to the one that writes."""
-    parts = _stateful_parts(trainer) if trainer.is_compiled else {}
-    tracked = {name: track_object(name, obj) for name, obj in parts.items()}
-    states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
-    return lambda: {name: states[name] if name in states else item.capture(strategy) for name, item in tracked.items()}
 
 
 def _arguments_of(body: nn.Module, trainer: Trainer) -> dict[str, Any]:

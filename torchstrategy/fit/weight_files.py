@@ -16,7 +16,7 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.checkpoint.archive import FORMAT, SUFFIX, WEIGHTS, read_archive, write_archive
 from torchstrategy.checkpoint.directory import Index, read_index
 from torchstrategy.checkpoint.fencing import Fence, publish
-from torchstrategy.checkpoint.objects import track_object
+from torchstrategy.checkpoint.objects import capture_together, track_object
 from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
 from torchstrategy.checkpoint.storage import is_directory, is_file, spilled_to
 from torchstrategy.checkpoint.tracked import Plan
@@ -194,9 +194,8 @@ def capture_weights(model: nn.Module, strategy: Any) -> Callable[[], Any]:
         A function for the process that writes. It returns the ``state_dict`` as plain data, and raises ``ValueError``
         if that would lack values.
     """
-    tracked = track_object("model", plain_module(model))
-    state = tracked.capture(strategy) if tracked.is_collective else None
-    return lambda: _without_attributes(model, tracked.capture(strategy) if state is None else state)
+    capture = capture_together({"model": track_object("model", plain_module(model))}, strategy)
+    return lambda: _without_attributes(model, capture()["model"])
 
 
 def strategy_of(model: nn.Module) -> Any:
