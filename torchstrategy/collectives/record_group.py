@@ -102,10 +102,10 @@ class RecordGroup:
             ReplicaFailedError: another rank failed or is gone.
             DeadlineExceededError: not all ranks arrived in time.
         """
-        return self._exchange(operation, payload)[0]
+        return _spread(self._start_exchange(operation, payload)(), 0)
 
     def unite(
-        self, operation: str, payload: Any, masks: Sequence[int] = (), counts: Sequence[float] = ()
+        self, operation: str, payload: Any, masks: Sequence[int], counts: Sequence[float]
     ) -> tuple[list[Any], list[int], list[float]]:
         """Do as ``exchange``, and unite what differs between ranks that do the same, so that messages stay short.
 
@@ -182,7 +182,7 @@ class RecordGroup:
         self._broken = self._broken or reason
         self.watch.note_given_up()
 
-    def _exchange(self, operation: str, payload: Any, data: bytes | None = None) -> tuple[list[Any], list[bytes]]:
+    def _exchange(self, operation: str, payload: Any, data: bytes | None) -> tuple[list[Any], list[bytes]]:
         """Exchange payloads, and data that travels along; a rank that brings none has empty data."""
         rows = self._start_exchange(operation, payload, data)()
         return _spread(rows, 0), _spread(rows, 1)

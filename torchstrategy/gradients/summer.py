@@ -196,7 +196,8 @@ class GradientSummer:
         edited = _settle_doubts([row.doubts for row in found.records], firsts)
         todo = (dense | sparse) & ~(marked | edited)
         with torch.no_grad():
-            taken = self._take_early(firsts, found, _positions(todo & dense))
+            early = found.early()
+            taken = self._take_early(firsts, early, _positions(todo & dense))
             self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], looks)
             columns = {id(firsts[k]): [part.parameters[k] for part in parts] for k in _positions(todo & ~dense)}
             for column in columns.values():  # one for each parameter, which may be there twice
@@ -209,7 +210,7 @@ class GradientSummer:
         for part in parts:
             self.ledger.note_sum([part.parameters[k] for k in summed], part.run)
         if self.early is not None and firsts:
-            self.early.prepare(found.early(), _positions(todo & dense & ~sparse))
+            self.early.prepare(early, _positions(todo & dense & ~sparse))
         return [None] * len(parts)
 
     def sync_buffers(self) -> None:
@@ -344,11 +345,13 @@ class GradientSummer:
             compare_between_ranks(firsts, self._workers, lambda k: names_of(self._buffers.record, firsts)[k])
         return _Found(records, _Masks(*united), int(num_with_examples))
 
-    def _take_early(self, parameters: Sequence[Tensor], found: _Found, indices: Sequence[int]) -> Collection[int]:
+    def _take_early(
+        self, parameters: Sequence[Tensor], reports: Sequence[EarlyReport], indices: Sequence[int]
+    ) -> Collection[int]:
         """Take the sums that have begun during ``backward``; return the positions of their parameters."""
         if self.early is None or not parameters:
             return ()
-        sums = self.early.finish(found.early())
+        sums = self.early.finish(reports)
         taken = sums.keys() & set(indices)
         for k in taken:
             parameters[k].grad = in_format_of(sums[k].data, parameters[k])
