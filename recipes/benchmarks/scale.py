@@ -83,10 +83,11 @@ class Channel:
 def simulate(bodies: Sequence[bytes], per_host: int, options: dict[str, Any]) -> list[Rank]:
     """Let simulated ranks exchange their bodies; return them afterwards."""
     size = len(bodies)
+    is_mesh = size <= records.MAX_MESH_SIZE
     tree = records._Tree([rank // per_host for rank in range(size)])
     ranks = [Rank(options) for _ in bodies]
     channels: list[dict[int, Any]] = [{} for _ in bodies]
-    if size <= records.MAX_MESH_SIZE:
+    if is_mesh:
         pairs = [(one, other) for other in range(size) for one in range(other)]
     else:
         pairs = [(parent, rank) for rank, parent in enumerate(tree.parents) if parent is not None]
@@ -98,7 +99,6 @@ def simulate(bodies: Sequence[bytes], per_host: int, options: dict[str, Any]) ->
 
     def run(rank: int) -> None:
         own: Any = channels[rank]
-        is_mesh = size <= records.MAX_MESH_SIZE
         connected = records.RecordMesh(own, rank) if is_mesh else records.RecordTree(own, rank, tree)
         connected.start(bodies[rank], _no_check, record_group._unite)(_no_check)
 

@@ -47,6 +47,14 @@ constexpr uintptr_t kFar = uintptr_t(1) << 52;  // no process has addresses with
 constexpr int kPoison = 0xFF;  // the bytes of a NaN
 
 thread_local DeviceIndex current_device = 0;
+
+// The current device is another one as long as this lives, also if an error ends that.
+struct OnDevice {
+  explicit OnDevice(DeviceIndex index) : before(std::exchange(current_device, index)) {}
+  OnDevice(const OnDevice&) = delete;
+  ~OnDevice() { current_device = before; }
+  DeviceIndex before;
+};
 thread_local std::array<StreamId, kCount> current_streams{};
 
 // ---- streams --------------------------------------------------------------------------------------------------------
@@ -235,9 +243,10 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
 
 void resize_storage(const c10::Storage& storage, size_t size) {
   Device device = storage.device();
-  DeviceIndex before = std::exchange(current_device, device.index());
-  auto fresh = allocator.allocate(size);
-  current_device = before;
+  auto fresh = [&] {
+    OnDevice here(device.index());
+    return allocator.allocate(size);
+  }();
   run_all(current_stream(device.index()));
   auto from = block_of(storage.data_ptr()), to = block_of(fresh);
   if (from && to) std::memcpy(to->host, from->host, std::min(storage.nbytes(), size));
@@ -260,30 +269,29 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, false);
 }
 
-Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout>,
-             std::optional<Device> device, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+// Makes a tensor of a type on a device, or on the current one; the allocator is not told of devices.
+template <class Make>
+Tensor make_empty(std::optional<at::ScalarType> dtype, std::optional<Device> device, std::optional<bool> pin, Make make) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   DeviceIndex index = device && device->has_index() ? device->index() : current_device;
   check_index(index);
-  DeviceIndex before = std::exchange(current_device, index);
-  auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  OnDevice here(index);
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
-  auto found = at::detail::empty_generic(size, &allocator, keys, type, format);
-  current_device = before;
-  return Tensor(std::move(found));
+  return Tensor(make(keys, dtype.value_or(c10::get_default_dtype_as_scalartype())));
+}
+
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout>,
+             std::optional<Device> device, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+  return make_empty(dtype, device, pin, [&](auto keys, auto type) {
+    return at::detail::empty_generic(size, &allocator, keys, type, format);
+  });
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<c10::Layout>, std::optional<Device> device, std::optional<bool> pin) {
-  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
-  DeviceIndex index = device && device->has_index() ? device->index() : current_device;
-  check_index(index);
-  DeviceIndex before = std::exchange(current_device, index);
-  auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
-  auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
-  auto found = at::detail::empty_strided_generic(size, stride, &allocator, keys, type);
-  current_device = before;
-  return Tensor(std::move(found));
+  return make_empty(dtype, device, pin, [&](auto keys, auto type) {
+    return at::detail::empty_strided_generic(size, stride, &allocator, keys, type);
+  });
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
