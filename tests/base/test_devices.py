@@ -1,3 +1,7 @@
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -34,3 +38,62 @@ def test_labels():
 def test_placement():
     placement = devices.Placement(6, 2, (torch.device("cpu", 0), torch.device("cpu", 1)))
     assert list(placement.local_replica_ids) == [2, 3]
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """A kind of device that the table does not know: ``torch.privateuseone``, with streams."""
+    module = SimpleNamespace(Stream=object, stream=object, current_stream=object)
+    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "privateuseone")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    devices._unknown_kind.cache_clear()
+    yield module
+    devices._unknown_kind.cache_clear()
+
+
+def test_kind_that_the_table_lacks(accelerator):
+    kind = devices.kind_of(torch.device("privateuseone", 1))
+    assert kind.module is accelerator
+    assert kind.has_streams
+    assert devices.accelerator_module(torch.device("privateuseone")) is accelerator
+    assert not kind.is_traced
+    assert kind.native_backend == ""
+    assert devices.local_devices(None) == tuple(torch.device("privateuseone", i) for i in range(2))
+    assert devices.canonical_device("/device:PRIVATEUSEONE:1") == torch.device("privateuseone", 1)
+    with pytest.raises(ValueError, match="privateuseone:2' is not there"):
+        devices.canonical_device("privateuseone:2")
+
+
+def test_kind_without_streams(accelerator):
+    del accelerator.Stream
+    kind = devices.kind_of("privateuseone")
+    assert not kind.has_streams
+    assert not kind.pins_memory
+
+
+def test_native_backend_of_an_unknown_kind_is_the_registered_one(accelerator, monkeypatch):
+    monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, "privateuseone", "own_ccl")
+    assert devices.kind_of("privateuseone").native_backend == ""
+    monkeypatch.setitem(torch.distributed.Backend._plugins, "OWN_CCL", object())
+    assert devices.kind_of("privateuseone").native_backend == "own_ccl"
+
+
+def test_tpu_names_are_those_of_the_backend_that_is_there(monkeypatch):
+    assert devices.canonical_device("TPU:0") == torch.device("xla", 0)
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "tpu")
+    monkeypatch.setattr(devices, "visible_devices", lambda: ["tpu:0", "cpu:0"])
+    assert devices._type_named("tpu") == "tpu"
+
+
+def test_no_other_module_compares_a_type_of_device_with_a_name():
+    by_name = re.compile(r"""\.type (==|!=|in|not in) .*"(cuda|xla|xpu|mps|tpu)"|\.is_(cuda|xpu|mps)\b""")
+    package = Path(devices.__file__).parents[1]
+    found = [
+        f"{file.relative_to(package)}: {line.strip()}"
+        for file in sorted(package.rglob("*.py"))
+        if file.parts[len(package.parts)] not in ("xla", "tpu")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if by_name.search(line)
+    ]
+    assert found == []

@@ -23,6 +23,7 @@ from tests.programs import (
     strategy_for,
 )
 from torchstrategy.base import log
+from torchstrategy.base.devices import DeviceKind
 from torchstrategy.replicas import functions
 
 # torch's compiler reads this attribute of its inputs, and hides the warning unless warnings are errors.
@@ -346,7 +347,7 @@ def test_where_there_is_a_gpu_a_model_on_the_cpu_is_left_alone(backend, caplog, 
 @pytest.fixture
 def compiled_by_default(monkeypatch):
     """Let CPUs count as accelerators."""
-    monkeypatch.setattr(functions, "_COMPILED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(functions, "kind_of", lambda device: DeviceKind(str(device), is_compiled=True))
 
 
 @pytest.mark.usefixtures("compiled_by_default")

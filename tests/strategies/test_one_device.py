@@ -10,7 +10,7 @@ from torchstrategy.base import devices
 
 @pytest.fixture
 def strategy(monkeypatch):
-    monkeypatch.setitem(devices._TYPES, "meta", "meta")
+    monkeypatch.setattr(devices, "_type_named", lambda name: name)
     monkeypatch.setattr(devices, "visible_devices", lambda: ["meta:0", "cpu:0"])
     return ts.OneDeviceStrategy("meta:0")
 

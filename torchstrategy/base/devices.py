@@ -1,4 +1,6 @@
-"""Replica devices: tf-style and torch-style names, the devices that are there, and where replicas live.
+"""Replica devices: what each kind of device can do, names of tf's and torch's style, and where replicas live.
+
+No other module of the core compares a device's type with a name: it asks ``kind_of`` for what it needs.
 
 ``cpu:1`` is a label: torch has one CPU device, and its tensors say ``cpu``. A replica's device is therefore a
 ``torch.device`` that is kept beside the tensors, never read from them.
@@ -7,27 +9,156 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 __all__ = [
+    "DeviceKind",
     "Placement",
     "accelerator_module",
+    "accelerator_type",
     "canonical_device",
     "cpu_replicas",
     "full_device_name",
+    "is_capturing",
+    "kind_of",
     "local_devices",
     "tensor_device",
     "visible_devices",
 ]
 
 _TF_NAME = re.compile(r"^(?:/job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?([A-Za-z]+)(?::(\d+|\*))?$")
-_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu", "xla": "xla", "tpu": "xla", "mps": "mps", "xpu": "xpu"}
+_ALIASES = {"gpu": "cuda"}
 _instead: list[int] = []
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What torch, and this library with it, can do on one type of device.
+
+    Args:
+        type: torch's name of it.
+        tf_name: tf's; empty means torch's in capitals.
+        collectives: the backend of ``torch.distributed`` that moves its tensors between processes; empty means that
+            torch's table of backends says it, where anyone has registered one.
+        is_read_by_gloo: whether gloo takes its tensors as they are.
+        has_streams: whether copies can run beside the computation, on streams of the device's module in torch.
+        pins_memory: whether such copies need pinned memory of the host.
+        one_per_process: whether a process can use one device only.
+        has_storages: whether a tensor's memory can be asked for its uses, and written to where there is but one.
+        has_views: whether a view of a tensor, also of its bits, is the same memory.
+        has_search: whether there is ``torch.searchsorted``.
+        has_float64: whether there is double precision.
+        has_batch_norm_statistics: whether there is ``torch.batch_norm_update_stats``.
+        has_fused_steps: whether fused Adam computes what Adam does, and sooner.
+        is_traced: whether a replica function is recorded and compiled for all replicas, so that no value can be looked
+            at meanwhile.
+        is_compiled: whether ``ts.function`` compiles there unless it is told not to.
+    """
+
+    type: str
+    tf_name: str = ""
+    collectives: str = ""
+    is_read_by_gloo: bool = False
+    has_streams: bool = False
+    pins_memory: bool = False
+    one_per_process: bool = False
+    has_storages: bool = True
+    has_views: bool = True
+    has_search: bool = True
+    has_float64: bool = True
+    has_batch_norm_statistics: bool = False
+    has_fused_steps: bool = False
+    is_traced: bool = False
+    is_compiled: bool = False
+
+    @property
+    def module(self) -> Any:
+        """``torch.cuda`` or its like; ``None`` where torch has no such module."""
+        return getattr(torch, self.type, None)
+
+    @property
+    def native_backend(self) -> str:
+        """The backend of ``torch.distributed`` for the kind's tensors, if it is there; else an empty string."""
+        is_there = {"nccl": dist.is_nccl_available, "xccl": dist.is_xccl_available}
+        name = self.collectives or dist.Backend.default_device_backend_map.get(self.type, "")
+        if self.type == "cpu" or name in ("", "gloo", "fake", "mpi", "ucc"):
+            return ""
+        known = is_there[name]() if name in is_there else name.upper() in dist.Backend._plugins
+        return name if known else ""
+
+
+_KINDS = {
+    kind.type: kind
+    for kind in (
+        DeviceKind("cpu", has_batch_norm_statistics=True, has_fused_steps=True),
+        DeviceKind(
+            "cuda", "GPU", "nccl", is_read_by_gloo=True, has_streams=True, pins_memory=True,
+            has_batch_norm_statistics=True, has_fused_steps=True, is_compiled=True,
+        ),
+        DeviceKind("xpu", collectives="xccl", has_streams=True, pins_memory=True, is_compiled=True),
+        DeviceKind("mps", has_storages=False, has_float64=False),
+        # torch_xla's
+        DeviceKind("xla", "TPU", has_storages=False, has_views=False, has_search=False, is_traced=True),
+        # torch_tpu's: its streams are experimental, and a process is bound to one chip
+        DeviceKind("tpu", collectives="tpu_dist", one_per_process=True, has_storages=False),
+        DeviceKind("meta", has_storages=False),
+    )
+}  # fmt: skip
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """Return what a device can do; of a kind that the table lacks, what its module in torch shows.
+
+    Args:
+        device: a device, or torch's name of its type.
+
+    Example:
+        >>> from torchstrategy.base.devices import kind_of
+        >>> kind_of("cuda").tf_name, kind_of(torch.device("cpu")).is_traced
+        ('GPU', False)
+    """
+    type_ = device if isinstance(device, str) else device.type
+    return _KINDS.get(type_) or _unknown_kind(type_)
+
+
+@functools.cache
+def _unknown_kind(type_: str) -> DeviceKind:
+    module = getattr(torch, type_, None)
+    has_streams = all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+    return DeviceKind(type_, has_streams=has_streams, pins_memory=has_streams and _can_pin())
+
+
+def _can_pin() -> bool:
+    try:
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def accelerator_type() -> str:
+    """Return the type of the accelerator that torch can use here; an empty string if there is none."""
+    if not torch.accelerator.is_available():
+        return ""
+    accelerator = torch.accelerator.current_accelerator()
+    return "" if accelerator is None else accelerator.type
+
+
+def is_capturing(device_type: str | None = None) -> bool:
+    """Say whether the accelerator's work on this thread is being captured as a graph, not done.
+
+    Args:
+        device_type: of the accelerator; ``None`` means the one that is there.
+    """
+    module = kind_of(device_type or accelerator_type() or "cuda").module
+    asks = getattr(module, "is_current_stream_capturing", None)
+    return asks is not None and bool(module.is_initialized() and asks())
 
 
 @dataclass(frozen=True)
@@ -82,7 +213,7 @@ def canonical_device(name: str | torch.device) -> torch.device:
     if not isinstance(name, (str, torch.device)):
         raise TypeError(f"A device must be a string or a torch.device, such as 'cuda:0' or 'cpu:1'. Received: {name!r}")
     match = _TF_NAME.match(str(name))
-    kind = _kind(match[1]) if match else None
+    kind = _type_named(match[1].lower()) if match else None
     if match is None or kind is None:
         raise ValueError(
             f"Can't read the device name {name!r}. Expected names such as 'cuda:0', '/gpu:0', 'GPU:0', 'cpu:1' or "
@@ -92,6 +223,14 @@ def canonical_device(name: str | torch.device) -> torch.device:
     if kind != "cpu":
         _check_present(kind, index, str(name))
     return torch.device(kind, index)
+
+
+def _type_named(name: str) -> str | None:
+    """Return torch's name of a type of device; ``None`` if nothing here is called so."""
+    if name == "tpu" and torch._C._get_privateuse1_backend_name() != "tpu":  # which torch_tpu has renamed
+        return "xla"
+    name = _ALIASES.get(name, name)
+    return name if (name in _KINDS and name != "meta") or name == accelerator_type() else None
 
 
 def local_devices(devices: Sequence[str | torch.device] | int | None) -> tuple[torch.device, ...]:
@@ -142,11 +281,8 @@ def cpu_replicas(number: int) -> Iterator[None]:
 
 def visible_devices() -> list[str]:
     """Return the names of the devices that torch can use here; ``cpu:0`` stands for any number of CPU replicas."""
-    accelerators = []
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            accelerators = [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    type_ = accelerator_type()
+    accelerators = [f"{type_}:{i}" for i in range(torch.accelerator.device_count())] if type_ else []
     return [*accelerators, "cpu:0"]
 
 
@@ -155,8 +291,8 @@ def accelerator_module(device: torch.device) -> Any:
 
     ``None`` for the CPU, and for kinds that have no streams in torch, such as XLA's devices.
     """
-    module = None if device.type == "cpu" else getattr(torch, device.type, None)
-    return module if hasattr(module, "Stream") else None
+    kind = kind_of(device)
+    return kind.module if kind.has_streams else None
 
 
 def tensor_device(device: torch.device) -> torch.device:
@@ -172,19 +308,12 @@ def full_device_name(device: torch.device, job: str = "localhost", task: int = 0
         job: the process's job in the cluster.
         task: its index there.
     """
-    kind = {"cuda": "GPU", "xla": "TPU"}.get(device.type, device.type.upper())
+    kind = kind_of(device).tf_name or device.type.upper()
     return f"/job:{job}/replica:0/task:{task}/device:{kind}:{device.index or 0}"
 
 
-def _kind(word: str) -> str | None:
-    """Return torch's type of device for a word; besides those that have names in tf, it is the one that torch has."""
-    known = _TYPES.get(word.lower())
-    accelerator = None if known else torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator is not None and word.lower() == accelerator.type else known
-
-
 def _check_present(kind: str, index: int, name: str) -> None:
-    if kind == "xla":  # torch_xla is asked only by TPUStrategy: touching it starts its runtime
+    if kind_of(kind).is_traced:  # torch_xla is asked only by TPUStrategy: touching it starts its runtime
         return
     visible = visible_devices()
     if f"{kind}:{index}" not in visible:

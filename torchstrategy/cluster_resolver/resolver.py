@@ -6,12 +6,10 @@ import abc
 import importlib
 from typing import Any
 
-from torchstrategy.base.devices import visible_devices
+from torchstrategy.base.devices import kind_of, visible_devices
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 
 __all__ = ["ClusterResolver", "format_master_url", "import_optional", "make_service", "visible_accelerators"]
-
-_ACCELERATORS = {"cuda": "GPU", "xla": "TPU"}
 
 
 class ClusterResolver(abc.ABC):
@@ -130,7 +128,7 @@ def visible_accelerators() -> dict[str, int]:
     for name in visible_devices():
         kind = name.split(":")[0]
         if kind != "cpu":
-            label = _ACCELERATORS.get(kind, kind.upper())
+            label = kind_of(kind).tf_name or kind.upper()
             counts[label] = counts.get(label, 0) + 1
     return counts
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.base.devices import canonical_device, tensor_device
+from torchstrategy.base.devices import canonical_device, kind_of, tensor_device
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
@@ -235,7 +235,8 @@ class NcclAllReduce(_PackedAllReduce):
 
     @override
     def _all_reduce(self, buffers: list[Tensor]) -> list[Tensor]:
-        if all(buffer.is_cuda for buffer in buffers) and len({buffer.device for buffer in buffers}) == len(buffers):
+        devices = {buffer.device for buffer in buffers}
+        if len(devices) == len(buffers) and all(kind_of(device).collectives == "nccl" for device in devices):
             torch.cuda.nccl.all_reduce(buffers)  # type: ignore[no-untyped-call]
             return buffers
         warn_once("NcclAllReduce needs one GPU for each replica; these replicas are added on one device instead.")

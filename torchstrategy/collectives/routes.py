@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import warning_once
 from torchstrategy.base.options import CommunicationImplementation, PowerSGD, register_implementation_name
 from torchstrategy.collectives.backends import (
@@ -176,8 +177,8 @@ class Routes:
             return backend
         backend = self.host_backend_of(tensor.nbytes)
         takes_it = self.takes_accelerators and backend is self.large
-        if self.network == "gloo":  # which reads the memory of no other kind
-            takes_it = takes_it and tensor.is_cuda
+        if self.network == "gloo":
+            takes_it = takes_it and kind_of(tensor.device).is_read_by_gloo
         return backend if takes_it or tensor.is_cpu else StagedBackend(backend)
 
     def host_backend_of(self, num_bytes: int) -> DataBackend:
@@ -215,7 +216,7 @@ def choose_implementation(
     Raises:
         ValueError: NCCL is asked for without GPUs, or another one than ``AUTO`` for XLA devices.
     """
-    if device_type == "xla" and implementation is not CommunicationImplementation.AUTO:
+    if kind_of(device_type).is_traced and implementation is not CommunicationImplementation.AUTO:
         raise ValueError(
             f"XLA devices communicate by XLA's own collectives, not by {implementation}. Use "
             "CommunicationImplementation.AUTO."
@@ -316,7 +317,7 @@ def usable_compression(asked: str | PowerSGD | None, routes: Routes, device_type
     """
     if asked is None:
         return None
-    if device_type == "xla":
+    if kind_of(device_type).is_traced:
         reason = "XLA sums the gradients of its devices"
     elif not routes.network:
         reason = "the processes share their host's memory, and no gradient travels over a network"

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from torchstrategy.base.devices import kind_of
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [
     "USES_OF_OWN_STORAGE",
-    "WITH_STORAGES",
     "Chunk",
     "Pack",
     "as_addable",
@@ -41,8 +41,6 @@ __all__ = [
     "unpack_copies",
 ]
 
-#: Devices whose tensors have memory that can be asked for its uses.
-WITH_STORAGES = ("cpu", "cuda", "xpu")
 #: Of memory that one tensor uses: the tensor, and the object by which it is asked for.
 USES_OF_OWN_STORAGE = 2
 
@@ -92,7 +90,7 @@ def unpack_copies(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a buffer, because not every backend knows every dtype; XLA does, but has no such views."""
-    return flat if flat.device.type == "xla" else flat.view(torch.uint8)
+    return flat.view(torch.uint8) if kind_of(flat.device).has_views else flat
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -125,7 +123,7 @@ def have_own_memory(tensors: Sequence[Tensor]) -> list[bool]:
         if (
             tensor.requires_grad
             or tensor.layout is not torch.strided
-            or not (tensor.is_cpu or tensor.device.type in WITH_STORAGES)
+            or not (tensor.is_cpu or kind_of(tensor.device).has_storages)
         ):
             found.append(False)
             continue

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base import tree
-from torchstrategy.base.devices import Placement, accelerator_module, tensor_device
+from torchstrategy.base.devices import Placement, accelerator_module, kind_of, tensor_device
 from torchstrategy.base.values import BatchShares, PerReplica, set_shares
 from torchstrategy.data.batch import LocalBatch, as_given
 from torchstrategy.data.example_lists import Examples
@@ -130,7 +130,7 @@ def _send(row: list[Any], device: torch.device) -> _Arrival | None:
     with module.stream(stream):
         for i in moving:
             # torch keeps pinned memory until the copies from it are done, and reads other memory before it returns
-            row[i] = _pinned(row[i]).to(device, non_blocking=True)
+            row[i] = _pinned(row[i], device).to(device, non_blocking=True)
     return _Arrival([row[i] for i in moving], device, stream.record_event())
 
 
@@ -142,9 +142,10 @@ def _receive(arrival: _Arrival) -> None:
             part.record_stream(stream)  # else its memory could be filled anew while this stream still reads it
 
 
-def _pinned(leaf: Tensor) -> Tensor:
+def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
     is_plain = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested and not leaf.requires_grad
-    return leaf.pin_memory() if leaf.is_cpu and is_plain and leaf.numel() and not leaf.is_pinned() else leaf
+    is_wanted = kind_of(device).pins_memory and leaf.is_cpu and is_plain and leaf.numel() > 0
+    return leaf.pin_memory() if is_wanted and not leaf.is_pinned() else leaf
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchstrategy.base.devices import accelerator_type, kind_of, local_devices
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.errors import NotFoundError
@@ -43,8 +44,10 @@ def seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices):
+    type_ = accelerator_type() or "cuda"
+    has_generators = hasattr(kind_of(type_).module, "default_generators")
+    devices = range(torch.accelerator.device_count()) if has_generators else ()
+    with torch.random.fork_rng(devices, device_type=type_):
         torch.manual_seed(seed)
         yield
 
@@ -244,13 +247,14 @@ def build_restored(
 
 
 def plain_strategy() -> Strategy:
-    """Return where models run without a strategy of the program's: the first GPU, else the CPU.
+    """Return where models run without a strategy of the program's: the first accelerator, else the CPU.
 
     Raises:
         RuntimeError: called in another strategy's scope.
     """
     strategy = _default_strategy()
-    return OneDeviceStrategy("/gpu:0") if torch.cuda.is_available() else strategy
+    device = local_devices(None)[0]
+    return strategy if device.type == "cpu" else OneDeviceStrategy(device)
 
 
 def _default_strategy() -> Strategy:

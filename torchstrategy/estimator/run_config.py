@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.estimator.task import Task, TaskType, read_task
@@ -366,7 +367,7 @@ def _check_strategy(name: str, strategy: Any) -> None:
         return
     if not isinstance(strategy, Strategy):
         raise TypeError(f"RunConfig({name}=) must be a strategy. Received: {strategy!r}")
-    if strategy.placement.devices[0].type == "xla":
+    if kind_of(strategy.placement.devices[0]).is_traced:
         raise ValueError(
             f"RunConfig({name}=) can't be a TPUStrategy: an Estimator's loop reads the loss and calls hooks in every "
             "step, where a TPU's program must run on. Use ts.Model's fit, or a custom loop with strategy.run."

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base import tree
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.values import get_shares
 from torchstrategy.fit.arguments import DataArguments
 
@@ -146,10 +147,10 @@ class _ClassWeights:
         if classes.device not in self._tables:
             self._tables[classes.device] = (self._ids.to(classes.device), self._weights.to(classes.device))
         ids, weights = self._tables[classes.device]
-        if classes.device.type == "xla":  # which lacks the search
-            places = (classes.unsqueeze(-1) > ids).sum(-1)
-        else:
+        if kind_of(classes.device).has_search:
             places = torch.searchsorted(ids, classes)
+        else:
+            places = (classes.unsqueeze(-1) > ids).sum(-1)
         places = places.clamp(max=len(ids) - 1)
         return x, y, torch.where(ids[places] == classes, weights[places], 1.0)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base.devices import kind_of
 
 __all__ = [
     "check_between_0_and_1",
@@ -30,7 +31,7 @@ _TOLERANCE = 0.02
 
 def is_readable(value: Tensor) -> bool:
     """Say whether a tensor's values can be looked at in a step."""
-    return value.device.type != "xla"
+    return not kind_of(value.device).is_traced
 
 
 def check_probabilities(y_pred: Tensor, dim: int, loss: str, remedy: str) -> None:

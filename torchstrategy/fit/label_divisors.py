@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.devices import kind_of, tensor_device
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.loss_parts import LossPart
@@ -74,7 +74,8 @@ class LabelDivisors:
             strategy: whose replicas they are for.
         """
         device = strategy.placement.devices[0]
-        device = torch.device("cpu") if device.type == "xla" else device  # of which each operation is a program there
+        if kind_of(device).is_traced:
+            device = torch.device("cpu")  # each operation would be a program there
         sums: list[Tensor | None] = []
         for window in windows:
             parts = self._of_batches(share for batch in window for share in strategy.experimental_local_results(batch))
@@ -173,7 +174,7 @@ class LabelDivisors:
         shares = None if context is None else context.batch_shares
         if shares is None or shares.num_parts == 1 or not current_step().is_checked:
             return
-        if given is not None and (first is None or first.device.type == "xla"):
+        if given is not None and (first is None or kind_of(first.device).is_traced):
             return
         own = torch.stack([part.divisor(label, weight).to(sum_dtype()) for _, _, part, label, weight in rows])
         if (

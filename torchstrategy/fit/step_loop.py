@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from torchstrategy.base import tree
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.labels import label
 from torchstrategy.base.values import mark_windows
 from torchstrategy.data.micro_batches import micro_batches
@@ -104,7 +105,7 @@ class StepLoop:
         self._device: torch.device | None = self.trainer.device_of(model)
         if self._device in self.strategy.placement.devices or self._device.type == "cpu":
             self._device = None
-        self._is_xla = self.strategy.placement.devices[0].type == "xla"
+        self._is_traced = kind_of(self.strategy.placement.devices[0]).is_traced
         self._is_first = True
         self._log_interval = LOG_INTERVAL
         self._num_executions = {"train": 0, "test": 0}
@@ -208,7 +209,7 @@ class StepLoop:
                 trainer.is_tuned = True
                 tune_for_fit(model, trainer.optimizer)
         run = self.strategy.run
-        if trainer.jit_compile and not self._is_xla:  # which compiles all of an execution in any case
+        if trainer.jit_compile and not self._is_traced:  # which compiles all of an execution in any case
             run = functions.function(run, jit_compile=True)
         # Not arguments, in which run would look for values that differ between replicas.
         work = functools.partial(
@@ -240,7 +241,7 @@ class StepLoop:
 
     def _labels(self, batch: Any) -> list[Any]:
         """Return the replicas' labels on the host, where steps can't look at theirs."""
-        if not self._is_xla or not self.model._takes_labels_as_given:
+        if not self._is_traced or not self.model._takes_labels_as_given:
             return []
         return [unpack_x_y_sample_weight(own)[1] for own in self.strategy.experimental_local_results(batch)]
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from torchstrategy import errors, losses
 from torchstrategy.base.context import has_strategy
+from torchstrategy.base.devices import kind_of
 from torchstrategy.fit import label_checks
 from torchstrategy.fit.label_checks import shape_of
 from torchstrategy.fit.loss_parts import (
@@ -138,7 +139,7 @@ class TorchLoss(LossPart):
         weight: Tensor | None = self._option("weight", None)
         if weight is None:
             return torch.sum(counts)
-        weight = weight.to(labels.device, torch.float64 if labels.device.type != "mps" else None)
+        weight = weight.to(labels.device, torch.float64 if kind_of(labels.device).has_float64 else None)
         # No boolean index, which would wait for the device; labels that are no classes are the loss's business.
         return torch.as_tensor((weight[labels.long().clamp(0, len(weight) - 1)] * counts).sum())
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import logger
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.objects import align_before_step, align_state, is_dense
@@ -84,7 +85,7 @@ def _tune(model: nn.Module, optimizer: Optimizer | None, turn_convolutions: Call
         if keep_freed_memory():
             done.append("freed memory is kept")
         done += turn_convolutions()
-    if optimizer is not None and types <= {"cpu", "cuda"} and _fuse(optimizer):
+    if optimizer is not None and all(kind_of(type_).has_fused_steps for type_ in types) and _fuse(optimizer):
         done.append(f"{plain_class(type(bodies(optimizer)[0])).__name__} is fused")
     line = f"Tuned for {' and '.join(sorted(types)) or 'no device'}: {'; '.join(done) or 'nothing to do'}."
     logger.info(line)
@@ -97,8 +98,8 @@ def _device_types(model: nn.Module) -> set[str]:
     if any(isinstance(parameter, RemoteTensor) for parameter in parameters):
         return {"parameter servers"}
     strategy = owner(model)
-    if strategy is not None and strategy.placement.devices[0].type == "xla":
-        return {"xla"}
+    if strategy is not None and kind_of(strategy.placement.devices[0]).is_traced:
+        return {strategy.placement.devices[0].type}
     return {parameter.device.type for parameter in parameters}
 
 

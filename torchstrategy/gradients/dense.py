@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchstrategy.base.devices import Placement, accelerator_module
+from torchstrategy.base.devices import Placement, accelerator_module, kind_of
 from torchstrategy.base.log import info_once
 from torchstrategy.base.options import CommunicationOptions, PowerSGD
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, sum_gradients
@@ -69,7 +69,7 @@ class Bucket:
         flat = self._contents()
         parts = unpack(flat, self.like, keep_formats=self._keeps_formats)
         # On XLA each write to a view is traced as a write to the whole bucket, and to all other views of it.
-        return [part.clone() for part in parts] if flat.device.type == "xla" else parts
+        return parts if kind_of(flat.device).has_views else [part.clone() for part in parts]
 
     def _contents(self) -> Tensor:
         if self.flat is None:

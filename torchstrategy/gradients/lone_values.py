@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import kind_of
 
 __all__ = ["serve_lone_values", "trains_on_one"]
 
@@ -103,7 +104,7 @@ _norms = patches.WhileUsed(_replace_norms)
 @_disable_dynamo
 def _is_enough(input: Tensor) -> bool:
     """Say whether one value is to be computed: it is a share of a larger batch, or a batch of ``fit``."""
-    if input.device.type == "xla":  # a replica function is traced once for shares of all sizes
+    if kind_of(input.device).is_traced:  # a replica function is traced once for shares of all sizes
         return False
     if trains_on_one.get():
         return True

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchstrategy.base.devices import is_capturing, kind_of
 from torchstrategy.base.log import CallSite, users_frame, warn_once_at
 
 __all__ = ["NUM_LOOKS", "FoundMean", "MeanLossCheck"]
@@ -243,9 +244,9 @@ def _is_one(grad: Tensor | None) -> bool:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if tensor.is_meta or torch.compiler.is_compiling():
         return False
-    return tensor.device.type not in ("xla", "meta") and not torch.compiler.is_compiling()
+    return tensor.is_cpu or not (kind_of(tensor.device).is_traced or is_capturing(tensor.device.type))
 
 
 def _has_hooks(parameter: Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import call_site
 from torchstrategy.replicas.object_hooks import own_hook
 
@@ -53,7 +54,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         whole = tensor.to_sparse().coalesce()
         return _fingerprint(whole.indices()) * 31 + _fingerprint(whole.values())
-    if tensor.device.type == "xla":  # which has no views of bits
+    if not kind_of(tensor.device).has_views:  # of bits
         tensor = tensor.cpu()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -213,4 +214,4 @@ def are_cleared(pairs: Iterable[tuple[Note, Tensor]]) -> list[bool]:
 
 def is_traced(grad: Tensor) -> bool:
     """Say whether a gradient may be a part of a graph that is still to be computed."""
-    return grad.device.type == "xla"
+    return kind_of(grad.device).is_traced

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchstrategy.collectives.summing import USES_OF_OWN_STORAGE, WITH_STORAGES, memory_order
+from torchstrategy.base.devices import kind_of
+from torchstrategy.collectives.summing import USES_OF_OWN_STORAGE, memory_order
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.notes import State
 
@@ -175,7 +176,7 @@ def look_at(parameters: Sequence[Tensor], plan: Plan | None, ledger: GradientLed
                 and not grad.requires_grad
                 and grad.layout is torch.strided
                 and grad.stride() == stride
-                and (grad.is_cpu or grad.device.type in WITH_STORAGES)
+                and (grad.is_cpu or kind_of(grad.device).has_storages)
             ):
                 storage = grad.untyped_storage()
                 is_own = (

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrategy.base import tree
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import call_site, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import copy_in, copy_out, divide, memory_order
@@ -67,7 +68,7 @@ def classes_to_shard(asked: bool | Sequence[type], devices: Sequence[torch.devic
             f"{', '.join(map(str, devices))}. Start a process for each device, by torchrun or `torchstrategy launch`, "
             "or leave the argument out."
         )
-    if devices[0].type == "xla":
+    if kind_of(devices[0]).is_traced:
         raise ValueError("shard_optimizer_states has no effect on XLA devices. Leave it out.")
     return tuple(classes)
 

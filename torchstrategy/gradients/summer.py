@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.devices import Placement, is_capturing, tensor_device
 from torchstrategy.base.log import call_site, warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import PerReplica
@@ -309,7 +309,7 @@ class GradientSummer:
         count = sum(part.had_examples for part in parts)
         if self._workers is None:
             return _Found([record], masks, count)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if is_capturing():
             raise RuntimeError(
                 f"A CUDA graph is being captured at {call_site()}, where gradients are to be summed over processes. "
                 "A replayed graph could not ask the other ranks what they sum. Capture forward and backward only; "

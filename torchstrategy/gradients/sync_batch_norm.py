@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.collectives.autograd import differentiable_all_reduce
 from torchstrategy.gradients.lone_values import trains_on_one
@@ -260,7 +261,7 @@ def _own_row(value: Tensor) -> Tensor:
     count = value.numel() // channels
     if count == 0:
         return torch.zeros(2 * channels + 1, dtype=dtype, device=value.device)
-    if value.device.type not in ("cpu", "cuda"):
+    if not kind_of(value.device).has_batch_norm_statistics:
         return _differentiable_row(value.to(dtype))
     # Several times as fast as var_mean on a CPU. The running statistics only say in which dtype to compute.
     running = torch.zeros(2, channels, dtype=dtype, device=value.device)

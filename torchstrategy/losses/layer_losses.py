@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from torchstrategy import errors
 from torchstrategy.base.context import current_frame, current_replica_context
+from torchstrategy.base.devices import kind_of
 from torchstrategy.replicas.adapters import register_trace_end
 from torchstrategy.replicas.mirrored import resolve
 
@@ -285,7 +286,7 @@ def _without_nothing(value: Tensor) -> Tensor:
     shares = None if context is None else context.batch_shares
     if shares is None or context._num_own_examples:
         return value
-    if value.device.type == "xla":  # where values can't be looked at while a program is traced
+    if kind_of(value.device).is_traced:  # where values can't be looked at while a program is traced
         return torch.where(value.isfinite().all(), value, 0.0)
     if value.isfinite().all():
         return value

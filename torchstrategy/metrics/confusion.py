@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base.devices import kind_of
 from torchstrategy.metrics.metric import Metric, sum_dtype
 from torchstrategy.metrics.metric_inputs import flaw_of, matching_weight, same_shape_pair
 
@@ -342,7 +343,7 @@ def confusion_counts(labels: Tensor, scores: Tensor, weight: Tensor, thresholds:
     order = sorted(range(num_thresholds), key=thresholds.__getitem__)
     limits = torch.tensor([thresholds[i] for i in order], dtype=scores.dtype, device=scores.device)
     # How many thresholds lie below a prediction says at which of them it is positive.
-    if scores.device.type == "xla":  # which lacks the search, and fuses the comparisons
+    if not kind_of(scores.device).has_search:  # XLA, which fuses the comparisons
         num_below = (scores.unsqueeze(-1) > limits).sum(-1)
     else:
         num_below = torch.searchsorted(limits, scores.contiguous())

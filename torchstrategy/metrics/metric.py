@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.names import snake_case
 from torchstrategy.base.options import VariableAggregation
@@ -260,7 +261,7 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def sum_dtype() -> torch.dtype:
     """Return the dtype of sums: ``float64``, which only mps lacks."""
-    return torch.float32 if torch.get_default_device().type == "mps" else torch.float64
+    return torch.float64 if kind_of(torch.get_default_device()).has_float64 else torch.float32
 
 
 def _initial_value(initializer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base.devices import kind_of
 from torchstrategy.base.values import DistributedValues
 
 __all__ = ["as_pair", "as_tensor", "flaw_of", "matching_weight", "same_shape_pair"]
@@ -71,7 +72,7 @@ def flaw_of(invalid: Tensor, explain: Callable[[], Exception]) -> Tensor | None:
     Returns:
         ``None``; with XLA a scalar to add to counts: ``nan`` if any value is invalid, which the result then is, or 0.
     """
-    if invalid.device.type == "xla":
+    if kind_of(invalid.device).is_traced:
         is_flawed = invalid.any()
         return torch.zeros_like(is_flawed, dtype=torch.float32).masked_fill(is_flawed, math.nan)
     if invalid.any():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchstrategy.base.devices import kind_of
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.record import Record
@@ -192,7 +193,7 @@ class _SilentWrites:
 
 def _can_compare(value: Any) -> bool:
     is_tensor = isinstance(value, Tensor) and value.layout is torch.strided and not is_lazy(value)
-    return is_tensor and value.device.type not in ("meta", "xla")
+    return is_tensor and not value.is_meta and not kind_of(value.device).is_traced
 
 
 def _are_equal(before: Tensor, now: Any) -> bool:

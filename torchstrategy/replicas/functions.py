@@ -31,7 +31,7 @@ from torch.nn.modules import module as torch_hooks
 from torchstrategy import patches
 from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.base.devices import visible_devices
+from torchstrategy.base.devices import kind_of, visible_devices
 from torchstrategy.base.log import add_note, info_once, logger
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.xla import runtime, system
@@ -43,7 +43,6 @@ R = TypeVar("R")
 
 #: Where a module is compiled unless the function says otherwise. On a CPU the tutorial's net takes 16 s to compile and
 #: is no faster then.
-_COMPILED_BY_DEFAULT = ("cuda", "xpu")
 
 _runs_eagerly = False
 #: The running function; ``None`` inside the modules that it calls. Threads of replicas inherit it.
@@ -280,7 +279,7 @@ class _Switch:
         if how.jit_compile:
             return True
         device = next((parameter.device.type for parameter in module.parameters()), None)
-        if device in _COMPILED_BY_DEFAULT:
+        if device is not None and kind_of(device).is_compiled:
             return True
         info_once(f"{self._name} on {device} is not compiled. ts.function(jit_compile=True) compiles it there.")
         return False
@@ -347,7 +346,7 @@ def _start(how: _How) -> _Call | None:
         return outer
     if how.jit_compile is not False and system.current() is not None:
         return None  # XLA compiles what is traced here
-    if how.jit_compile is None and not any(name.split(":")[0] in _COMPILED_BY_DEFAULT for name in visible_devices()):
+    if how.jit_compile is None and not any(kind_of(name.split(":")[0]).is_compiled for name in visible_devices()):
         info_once("No GPU here: a ts.function runs as it is. ts.function(jit_compile=True) compiles for the CPU.")
         return None
     if how.jit_compile is False:

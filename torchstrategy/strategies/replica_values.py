@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, pop_frame, push_frame
-from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.devices import Placement, kind_of, tensor_device
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues, PerReplica, regroup
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
@@ -44,7 +44,7 @@ def take_in(strategy: Any, objects: Sequence[Any]) -> None:
     for obj in objects:
         _check(strategy, obj)
     device = tensor_device(strategy.placement.devices[0])
-    if device.type not in ("cpu", "xla"):  # what goes to XLA devices does so at the first run, with its parameters
+    if device.type != "cpu" and not kind_of(device).is_traced:  # else at the first run, with what XLA traces
         for obj in objects:
             if isinstance(obj, nn.Module):
                 obj.to(device)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context, raise_failures
-from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.devices import Placement, kind_of, tensor_device
 from torchstrategy.base.log import add_note, info_once, set_rank, show_info
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
@@ -657,7 +657,7 @@ def _only_replica_running(reference: weakref.ref[Strategy]) -> Callable[[], int 
 
 
 def _default_ops(placement: Placement) -> CrossDeviceOps:
-    if len(placement.devices) > 1 and all(device.type == "cuda" for device in placement.devices):
+    if len(placement.devices) > 1 and all(kind_of(device).collectives == "nccl" for device in placement.devices):
         return NcclAllReduce()
     return ReductionToOneDevice()
 
