@@ -309,7 +309,7 @@ class GradientSummer:
         count = sum(part.had_examples for part in parts)
         if self._workers is None:
             return _Found([record], masks, count)
-        if is_capturing():
+        if self._placement.devices[0].type != "cpu" and is_capturing():
             raise RuntimeError(
                 f"A CUDA graph is being captured at {call_site()}, where gradients are to be summed over processes. "
                 "A replayed graph could not ask the other ranks what they sum. Capture forward and backward only; "
