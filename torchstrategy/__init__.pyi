@@ -55,6 +55,7 @@ from torchstrategy.replicas.variables import Variable as Variable
 from torchstrategy.strategies.default import experimental_set_strategy as experimental_set_strategy
 from torchstrategy.strategies.default import get_replica_context as get_replica_context
 from torchstrategy.strategies.default import get_strategy as get_strategy
+from torchstrategy.strategies.extended import StrategyExtended as StrategyExtended
 from torchstrategy.strategies.mirrored_strategy import MirroredStrategy as MirroredStrategy
 from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from torchstrategy.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy

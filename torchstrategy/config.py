@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchstrategy.base import later
 from torchstrategy.base.devices import full_device_name, visible_devices
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
@@ -22,6 +23,8 @@ __all__ = [
     "list_physical_devices",
     "run_functions_eagerly",
 ]
+
+later.explain_absent(__name__)
 
 
 class PhysicalDevice(NamedTuple):

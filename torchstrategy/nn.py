@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base import later
 from torchstrategy.base.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.values import known_counts
 from torchstrategy.gradients.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
+
+later.explain_absent(__name__)
 
 _ACTUAL = "actual"
 

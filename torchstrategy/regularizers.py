@@ -8,7 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from torchstrategy.base import later
+
 __all__ = ["L1", "L1L2", "L2", "Regularizer", "l1", "l1_l2", "l2"]
+
+later.explain_absent(__name__)
 
 
 class Regularizer:

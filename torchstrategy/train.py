@@ -1,5 +1,6 @@
 """tf.train's names: checkpoints, and descriptions of clusters."""
 
+from torchstrategy.base import later
 from torchstrategy.checkpoint.background import CheckpointOptions
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.manager import CheckpointManager
@@ -32,3 +33,5 @@ __all__ = [
     "load_checkpoint",
     "load_variable",
 ]
+
+later.explain_absent(__name__)

@@ -1,15 +1,23 @@
-"""Names of a package that are imported when they are first used (PEP 562); its stub file lists them, each once."""
+"""Names of a package that are imported when they are first used (PEP 562); its stub file lists them, each once.
+
+A name that tf has and this library has not raises an error that says what to use: the table ``tf_names.csv`` knows.
+"""
 
 from __future__ import annotations
 
 import ast
+import csv
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-__all__ = ["attach"]
+__all__ = ["attach", "explain_absent", "explains_absent"]
+
+_Class = TypeVar("_Class")
 
 
 def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -43,11 +51,12 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
         for alias in node.names
     }
     namespace = vars(module)
+    refuse = _refusal(package)
 
     def find(name: str) -> Any:
         home = homes.get(name)
         if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            refuse(name)
         if home == package:  # one of its own modules
             value = importlib.import_module(f"{package}.{name}")
         else:
@@ -65,3 +74,67 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
         if home in now or f"{home}.{name}" in now:
             find(name)
     return find, names, sorted(homes)
+
+
+def explain_absent(package: str) -> None:
+    """Let a package whose names are all there say what to use for those that only tf has.
+
+    Args:
+        package: its name.
+
+    Example:
+        >>> ts.coordinator.ParameterServerStrategy
+        Traceback (most recent call last):
+        AttributeError: module 'torchstrategy.coordinator' has no attribute 'ParameterServerStrategy'
+    """
+    vars(sys.modules[package])["__getattr__"] = _refusal(package)
+
+
+def explains_absent(owner: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Return a decorator of a class whose objects say what to use for attributes that only tf has.
+
+    Args:
+        owner: the class's name in tf, without ``tf.distribute``, ``tf.keras`` or ``tf``.
+
+    Example:
+        >>> ts.get_strategy().unwrap
+        Traceback (most recent call last):
+        AttributeError: 'DefaultStrategy' object has no attribute 'unwrap'. Use `experimental_local_results(value)`.
+    """
+
+    def find(self: object, name: str) -> NoReturn:
+        _raise_absent(f"{type(self).__name__!r} object", self, name, owner)
+
+    def decorate(cls: type[_Class]) -> type[_Class]:
+        cls.__getattr__ = find  # type: ignore[attr-defined] # where a checker does not see it: it would allow any name
+        return cls
+
+    return decorate
+
+
+def _refusal(package: str) -> Callable[[str], NoReturn]:
+    owner = package.partition(".")[2]
+
+    def find(name: str) -> NoReturn:
+        _raise_absent(f"module {package!r}", sys.modules[package], name, owner)
+
+    return find
+
+
+def _raise_absent(what: str, obj: object, name: str, owner: str) -> NoReturn:
+    remark = "" if name.startswith("_") else _remarks().get(f"{owner}.{name}".lstrip("."), "")
+    message = f"{what} has no attribute {name!r}"
+    raise AttributeError(f"{message}. {remark}" if remark else message, name=name, obj=obj)
+
+
+@functools.cache
+def _remarks() -> dict[str, str]:
+    """Return what to say of each name of tf that the library has not."""
+    found = {}
+    with resources.files(__package__).joinpath("tf_names.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if not row["torchstrategy"]:
+                name = row["TensorFlow"].removeprefix("tf.").removeprefix("distribute.").removeprefix("keras.")
+                found[name] = row["remark"]
+                found.setdefault(name.removeprefix("compat.v1.distribute."), row["remark"])
+    return found

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchstrategy.base.later import explains_absent
 from torchstrategy.base.log import logger
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class TerminationConfig(NamedTuple):
     deadline: float | None = None
 
 
+@explains_absent("experimental.PreemptionWatcher")
 class PreemptionWatcher:
     """Notices that this process will be ended. Main thread only; ``close`` undoes the handling of signals.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torchstrategy.base.addresses import join_address, split_address
 from torchstrategy.base.job import Job
+from torchstrategy.base.later import explains_absent
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.multi_worker_util import task_count
@@ -42,6 +43,7 @@ class TPUSystemMetadata(NamedTuple):
     devices: list[str]
 
 
+@explains_absent("cluster_resolver.TPUClusterResolver")
 class TPUClusterResolver(ClusterResolver):
     """Says where the hosts of a TPU are.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,6 +103,16 @@ class DistributedDataset:
         reading = source.start(start)
         self._cursor = _Cursor(source, reading.position, start)
         return reading, self._cursor
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return what a function, which gets a state and an element, has made of the elements of one iteration.
+
+        Example:
+            >>> dataset = ts.get_strategy().experimental_distribute_dataset(torch.arange(5), batch_size=2)
+            >>> dataset.reduce(0, lambda total, batch: total + batch.sum())
+            tensor(10)
+        """
+        return functools.reduce(reduce_func, self, initial_state)
 
     def __len__(self) -> int:
         length = self._source.length()

@@ -1,5 +1,6 @@
 """Names that tf.distribute keeps under ``experimental``."""
 
+from torchstrategy.base import later
 from torchstrategy.base.options import CollectiveHints, CommunicationImplementation, CommunicationOptions, PowerSGD
 from torchstrategy.base.options import CommunicationImplementation as CollectiveCommunication
 from torchstrategy.base.values import ValueContext
@@ -35,3 +36,5 @@ __all__ = [
     "partitioners",
     "register_communication",
 ]
+
+later.explain_absent(__name__)

@@ -1,5 +1,6 @@
 """Losses under tf.keras's names, with reductions that are safe with several replicas."""
 
+from torchstrategy.base import later
 from torchstrategy.losses.crossentropies import (
     BinaryCrossentropy,
     BinaryFocalCrossentropy,
@@ -75,3 +76,5 @@ __all__ = [
     "sparse_categorical_crossentropy",
     "squared_hinge",
 ]
+
+later.explain_absent(__name__)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_replica_context, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, canonical_device, full_device_name, tensor_device
+from torchstrategy.base.later import explains_absent
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues, Mirrored, regroup, select_replica
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
@@ -46,6 +47,7 @@ class _Viewed(Protocol):
         """Take up what scopes have recorded."""
 
 
+@explains_absent("StrategyExtended")
 class StrategyExtended:
     """A view of a strategy: what tf keeps in ``tf.distribute.StrategyExtended`` and programs use.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context, raise_failures
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
+from torchstrategy.base.later import explains_absent
 from torchstrategy.base.log import add_note, info_once, set_rank, show_info
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
@@ -52,6 +53,7 @@ _CROSS_REPLICA = (
 )
 
 
+@explains_absent("Strategy")
 class Strategy:
     """How a program's state and computation are distributed; users make one of the subclasses.
 
@@ -403,6 +405,9 @@ class Strategy:
             4
         """
         return make_numpy_dataset(numpy_input)
+
+    #: The same, as ``tf.compat.v1`` spells it.
+    experimental_make_numpy_dataset = make_experimental_numpy_dataset
 
     def replicate(self, *objects: Any) -> Any:
         """Give each replica a copy of objects that were made outside the scope, as if the scope had recorded them.

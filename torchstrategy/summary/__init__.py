@@ -1,5 +1,6 @@
 """Scalars, histograms, images and texts for TensorBoard, written once for a job."""
 
+from torchstrategy.base import later
 from torchstrategy.summary.summaries import histogram, image, scalar, text
 from torchstrategy.summary.writer import (
     SummaryWriter,
@@ -24,3 +25,5 @@ __all__ = [
     "should_record_summaries",
     "text",
 ]
+
+later.explain_absent(__name__)

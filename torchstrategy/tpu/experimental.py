@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchstrategy.base import later
 from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.tpu import TPUClusterResolver, TPUSystemMetadata, initialize_system
 from torchstrategy.xla import system
@@ -16,6 +17,8 @@ __all__ = [
     "initialize_tpu_system",
     "shutdown_tpu_system",
 ]
+
+later.explain_absent(__name__)
 
 
 def initialize_tpu_system(

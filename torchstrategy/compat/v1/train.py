@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from torchstrategy.base import later
 from torchstrategy.estimator.saver_hook import CheckpointSaverHook, SecondOrStepTimer
 from torchstrategy.estimator.session_hooks import (
     CheckpointSaverListener,
@@ -45,6 +46,8 @@ __all__ = [
     "get_global_step",
     "get_or_create_global_step",
 ]
+
+later.explain_absent(__name__)
 
 #: Made by programs that have a loop of their own, one for each strategy.
 _made: weakref.WeakKeyDictionary[Strategy, Variable] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
+from torchstrategy.base.later import explains_absent
 from torchstrategy.data.pipeline import dataset_sources
 from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable
 from torchstrategy.data.pipeline.elements import map_leaves, to_element
@@ -21,6 +22,7 @@ from torchstrategy.errors import InvalidArgumentError
 __all__ = ["AUTOTUNE", "Dataset", "TextLineDataset"]
 
 
+@explains_absent("data.Dataset")
 class Dataset(Transformations):
     """A pipeline of data under the names of ``tf.data.Dataset``.
 
