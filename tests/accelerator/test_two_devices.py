@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy as ts
 from tests.accelerator import loading
@@ -228,3 +229,57 @@ def test_a_worker_of_parameter_servers_computes_on_the_first_device():
     spec = ts.train.ClusterSpec({"worker": ["localhost:1"], "ps": ["localhost:2"]})
     strategy = ts.ParameterServerStrategy._on_worker(spec, 0)
     assert [str(device) for device in strategy.placement.devices] == [DEVICES[0]]
+
+
+#: What returns a value of a tensor to the program.
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
+
+
+class Waits(TorchDispatchMode):
+    """Notes what makes the program wait for a device: a value that is read, a copy to or from the host that blocks."""
+
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kinds = {value.device.type for value in args if isinstance(value, torch.Tensor)}
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            crosses = len(kinds | {result.device.type}) > 1 and result.ndim > 0 and not kwargs.get("non_blocking")
+        else:
+            crosses = NAME in kinds and func in READS
+        if crosses:
+            self._found.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("name", ["MirroredStrategy", "HierarchicalCopyAllReduce", "CentralStorageStrategy"])
+def test_a_step_waits_for_no_device(name):
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model, optimizer = make_model(strategy)
+        mean = ts.metrics.Mean()
+    found = []
+
+    def step(x, y, read=False):
+        with Waits(found):
+            optimizer.zero_grad()
+            loss = ts.nn.compute_average_loss((model(x) - y).square().mean(1), global_batch_size="actual")
+            loss.backward()
+            optimizer.step()
+            mean.update_state(loss.detach())
+            if read:
+                float(loss.detach())
+
+    dataset = strategy.experimental_distribute_dataset(
+        torch.utils.data.TensorDataset(*make_data(torch.float32)), batch_size=4
+    )
+    for _ in range(4):  # the first sums look at the gradients
+        for batch in dataset:
+            found.clear()
+            strategy.run(step, args=tuple(batch))
+    assert found == []
+    strategy.run(step, args=(*batch, True))
+    assert found == ["aten._local_scalar_dense.default"] * 2
