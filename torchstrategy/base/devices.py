@@ -191,6 +191,13 @@ class Placement:
         """Return what to call a local replica in messages."""
         return f"replica {self.first_replica + local_id} on {self.devices[local_id]}"
 
+    def __str__(self) -> str:
+        where = f"{self.num_local} on {', '.join(map(str, self.devices))}"
+        replicas = "replica" if self.num_replicas == 1 else "replicas"
+        if self.num_local == self.num_replicas:
+            return where.replace(" on ", f" {replicas} on ")
+        return f"{self.num_replicas} {replicas}, {where}"
+
 
 def canonical_device(name: str | torch.device) -> torch.device:
     """Return the device for a tf-style or torch-style name.

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "add_note",
     "call_site",
     "guard_lines",
+    "hide_own_frames",
     "info_once",
     "is_of_library",
     "is_users_file",
@@ -76,6 +78,28 @@ def is_users_file(file: str) -> bool:
 def is_of_library(file: str) -> bool:
     """Say whether a file is of this library or of torch, or generated code."""
     return file.startswith((_PACKAGE, "<")) or _TORCH in file
+
+
+def hide_own_frames(error: Exception) -> None:
+    """Leave the library's calls that lie between calls of the program out of the traceback of a caught error.
+
+    What follows the program's last line stays, as the place where the library raised an error of its own.
+    ``TORCHSTRATEGY_FULL_TRACEBACK=1`` keeps all, and so does Python 3.10.
+    """
+    if os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") != "0":
+        return
+    entries = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    last = max((i for i, file in enumerate(files) if is_users_file(file)), default=0)
+    kept = entries[last]
+    for i in reversed(range(last)):
+        if i == 0 or not files[i].startswith(_PACKAGE):
+            kept = TracebackType(kept, entries[i].tb_frame, entries[i].tb_lasti, entries[i].tb_lineno)
+    error.__traceback__ = kept
 
 
 logger = logging.getLogger("torchstrategy")

@@ -104,13 +104,15 @@ class DistributedDataset:
         self._cursor = _Cursor(source, reading.position, start)
         return reading, self._cursor
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for {self._placement}>"
+
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return what a function, which gets a state and an element, has made of the elements of one iteration.
 
         Example:
             >>> dataset = ts.get_strategy().experimental_distribute_dataset(torch.arange(5), batch_size=2)
-            >>> dataset.reduce(0, lambda total, batch: total + batch.sum())
-            tensor(10)
+            >>> assert dataset.reduce(0, lambda total, batch: total + batch.sum()) == 10
         """
         return functools.reduce(reduce_func, self, initial_state)
 

@@ -81,6 +81,11 @@ class ReplicaContext:
         #: Whether the library has divided a loss of this replica by the numbers of the global batch.
         self.has_scaled_losses = False
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: replica {self._replica_id} of {self.num_replicas_in_sync} on {self.devices[0]}>"
+        )
+
     @property
     def strategy(self) -> Any:
         """The ``ts.Strategy`` that runs this replica."""

@@ -13,7 +13,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context, raise_failures
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
 from torchstrategy.base.later import explains_absent
-from torchstrategy.base.log import add_note, info_once, set_rank, show_info
+from torchstrategy.base.log import add_note, hide_own_frames, info_once, set_rank, show_info
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -105,6 +105,10 @@ class Strategy:
             for serve in (install, serve_layers_of_torch, serve_lone_values):
                 serve(self)
 
+    def __repr__(self) -> str:
+        rank = "" if self.workers is None else f" (rank {self.workers.rank} of {self.workers.size})"
+        return f"<{type(self).__name__}: {self.placement}{rank}>"
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas, over all processes, whose gradients are summed."""
@@ -194,7 +198,11 @@ class Strategy:
             self._check_options(options)
         raise_failures()
         self._take_up_new()
-        return self._run_replicas(fn, tuple(args), {} if kwargs is None else dict(kwargs))
+        try:
+            return self._run_replicas(fn, tuple(args), {} if kwargs is None else dict(kwargs))
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine a value over all replicas. Cross-replica context only; with several processes, all must call it.
