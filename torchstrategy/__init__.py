@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torchstrategy import patches
+import os
+import sys
+
 from torchstrategy.base import later
 
 #: What nearly every program needs; few need many of the other names, which all together take 8 MB of each process and
@@ -22,6 +24,12 @@ _NOW = (
     "torchstrategy.strategies.strategy",
 )
 
-__getattr__, __dir__, __all__ = later.attach(__name__, now=_NOW)
+#: ``torchstrategy`` or ``python -m torchstrategy``, whose help is there before torch would be; no program of a user.
+_IS_COMMAND = sys.orig_argv[1:3] == ["-m", __name__] or os.path.basename("".join(sys.orig_argv[1:2])) == __name__
 
-patches.forget_sources()
+__getattr__, __dir__, __all__ = later.attach(__name__, now=() if _IS_COMMAND else _NOW)
+
+if not _IS_COMMAND:
+    from torchstrategy import patches
+
+    patches.forget_sources()

@@ -1,5 +1,8 @@
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,35 @@ def test_the_installed_command():
 def test_the_reference_lists_all_options(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    options = {option for option in re.findall(r"--[a-z-]+\b", capsys.readouterr().out) if option != "--help"}
+    options = {
+        option
+        for option in re.findall(r"--[a-z-]+\b", capsys.readouterr().out.partition("examples:")[0])
+        if option != "--help"
+    }
     page = (ROOT / "docs/api/command_line.md").read_text(encoding="utf-8")
     section = page.partition(f"## torchstrategy {command}")[2].partition("\n## ")[0]
     assert options - set(re.findall(r"`(--[a-z-]+)", section)) == set()
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("command", [[], ["doctor"], ["launch"], ["verify"], ["server"], ["keys"]])
+def test_help_is_there_before_torch_would_be_and_has_examples(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "torchstrategy", *command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+    )
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert "torchstrategy.cli" in imported
+    assert "torch" not in imported
+    assert not command or f"torchstrategy {command[0]}" in done.stdout.partition("examples:\n")[2]
+
+
+def test_nproc_is_short_for_nproc_per_node(tmp_path, capsys):
+    program = tmp_path / "program.py"
+    program.write_text("")
+    assert main(["launch", "--nproc", "2", "--dry-run", str(program)]) == 0
+    assert capsys.readouterr().out.startswith("2 worker(s) on this host")

@@ -41,7 +41,7 @@ from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.multi_worker import MultiWorkerMirroredStrategy
 from torchstrategy.testing.processes import ProcessPool, RemoteError
 
-__all__ = ["add_arguments", "check_backends_here", "check_running_jobs", "check_whole_job", "examine", "run"]
+__all__ = ["check_backends_here", "check_running_jobs", "check_whole_job", "examine", "run"]
 
 _SECTION = "Collectives"
 _RUNNING = "Running jobs"
@@ -190,30 +190,11 @@ def _failure(name: str, text: str, remedy: str) -> Finding:
     return Finding(_SECTION, name, "FAIL", "\n".join(text.splitlines()[:8]), remedy)
 
 
-_TIMEOUT_S = 60.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``torchstrategy doctor``.
-
-    Args:
-        parser: gets them.
-    """
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--quick", action="store_true", help="start no processes, so no collectives")
-    text = "ask the jobs that run on this host where all their ranks are; their stacks are written to a file"
-    kind.add_argument("--job", action="store_true", help=text)
-    kind.add_argument("--join", action="store_true", help="a collective with all ranks of the job that runs this")
-    text = f"for each collective, default {_TIMEOUT_S:g}"
-    parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, metavar="SECONDS", help=text)
-
-
 def run(options: argparse.Namespace) -> int:
     """Examine this host and print the report; ranks of a job other than the first print only what is wrong.
 
     Args:
-        options: what ``add_arguments`` declares.
+        options: as the command line declares them.
 
     Returns:
         1 if something will break a job, else 0.

@@ -38,7 +38,7 @@ from torchstrategy.cli import elastic, worker_main
 from torchstrategy.cli.elastic import BACKEND, Agreement, WorkerEnvironments, tf_config
 from torchstrategy.cli.host import num_usable_cores
 
-__all__ = ["SignalReceived", "add_arguments", "run", "until_signal"]
+__all__ = ["SignalReceived", "num_hosts", "num_workers", "run", "until_signal"]
 
 #: Those for which torch's launcher registers its handler.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -172,33 +172,11 @@ _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _AT_START = "<chosen at the start>"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``torchstrategy launch``; those that ``torchrun`` has too mean the same.
-
-    Args:
-        parser: gets them.
-    """
-    _option(parser, "--nproc-per-node", "N", _num_workers, "auto", "workers on this host: a number, gpu, cpu or auto")
-    _option(parser, "--nnodes", "MIN[:MAX]", _num_hosts, "1", "hosts, each of which runs this command; default 1")
-    _option(parser, "--rdzv-endpoint", "HOST:PORT", str, None, f"where launchers meet, on one host (port {_PORT})")
-    _option(parser, "--rdzv-id", "NAME", str, "torchstrategy", "name of the job, the same on all hosts")
-    _option(parser, "--rdzv-conf", "K=V,...", _settings, "", "settings of torch's rendezvous, such as join_timeout=60")
-    _option(parser, "--local-addr", "HOST", str, None, "this host, as the others reach it; found out by default")
-    _option(parser, "--max-restarts", "R", _not_negative, "0", "how often failed workers are started again; default 0")
-    parser.add_argument("--dry-run", action="store_true", help="print what each worker would get, and start nothing")
-    parser.add_argument("--verbose", action="store_true", help="show torch's messages about its launcher")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
-    kind.add_argument("--run-path", action="store_true", help="the program is a file, which is the default")
-    parser.add_argument("program", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
-
-
 def run(options: argparse.Namespace) -> int:
     """Start the workers and wait for them.
 
     Args:
-        options: what ``add_arguments`` declares.
+        options: as the command line declares them.
 
     Returns:
         0, the exit status of the worker that failed first, or 128 and a signal's number.
@@ -227,7 +205,7 @@ def describe(options: argparse.Namespace, host: str) -> str:
     """Return what each worker of this host would get.
 
     Args:
-        options: what ``add_arguments`` declares.
+        options: as the command line declares them.
         host: this host's address.
     """
     num_local, (least, most) = options.nproc_per_node, options.nnodes
@@ -346,14 +324,8 @@ def _num_threads(num_workers: int) -> str:
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, num_usable_cores() // num_workers))
 
 
-def _option(
-    parser: argparse.ArgumentParser, name: str, metavar: str, kind: object, default: str | None, text: str
-) -> None:
-    names = dict.fromkeys([name, name[:2] + name[2:].replace("-", "_")])  # torchrun takes both
-    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)  # type: ignore[arg-type]
-
-
-def _num_workers(text: str) -> int:
+def num_workers(text: str) -> int:
+    """Read how many workers a host has; for the option ``--nproc-per-node``."""
     try:
         number = int(determine_local_world_size(text))
     except ValueError as error:
@@ -363,7 +335,8 @@ def _num_workers(text: str) -> int:
     return number
 
 
-def _num_hosts(text: str) -> tuple[int, int]:
+def num_hosts(text: str) -> tuple[int, int]:
+    """Read how many hosts there are at least and at most; for the option ``--nnodes``."""
     try:
         least, most = parse_min_max_nnodes(text)
     except (ValueError, RuntimeError):
@@ -371,19 +344,6 @@ def _num_hosts(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise argparse.ArgumentTypeError(f"expected 1 <= MIN <= MAX. Received: {text}")
     return least, most
-
-
-def _settings(text: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(",") if part]
-    if not all(name.strip() and value for name, _, value in pairs):
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,NAME=VALUE. Received: {text}")
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number that is not negative. Received: {text}")
-    return int(text)
 
 
 def _say(text: str) -> None:

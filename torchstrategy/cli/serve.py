@@ -1,4 +1,7 @@
-"""``torchstrategy server``: one worker or parameter server of a cluster, until it is told to end."""
+"""``torchstrategy server``: one worker or parameter server of a cluster, until it is told to end.
+
+And ``torchstrategy keys``: the secret by which the processes of a cluster know each other.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,28 @@ from torchstrategy.base.log import logger, show_info
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.ps.server import Server
+from torchstrategy.ps.transport.secret import FILE_VARIABLE, VARIABLE, Secret, find_secret, make_secret
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["jobs", "make_keys", "run"]
 
 _NO_CLUSTER = (
     "There is no cluster to be a server of. Set TF_CONFIG, or give the cluster: --ps=host1:2222 "
     "--worker=host2:2222,host3:2222 --job=worker --task=0"
 )
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``torchstrategy server``.
-
-    Args:
-        parser: gets them.
-    """
-    parser.add_argument("--job", metavar="NAME", help="ps or worker; by default that of TF_CONFIG")
-    parser.add_argument("--task", type=int, metavar="INDEX", help="which task of the job; by default that of TF_CONFIG")
-    text = "all jobs and their tasks' addresses; by default those of TF_CONFIG"
-    parser.add_argument("--cluster", metavar="JSON", type=_jobs, help=text)
-    for job, text in (("ps", "parameter servers"), ("worker", "workers")):
-        text = f"addresses of the {text}, in place of --cluster"
-        parser.add_argument(f"--{job}", metavar="HOST:PORT,...", type=_addresses, help=text)
-    text = "send tensors to other hosts as they are, faster; who is on the way can read and change them"
-    parser.add_argument("--no-encrypt-tensors", dest="encrypt_tensors", action="store_false", help=text)
-    text = "a parameter server saves itself there, and goes on from there when it is started again; one for all tasks"
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help=text)
-    text = "how often it does, in seconds; by default 60"
-    parser.add_argument("--save-checkpoints-secs", type=float, metavar="S", help=text)
+_HOW_TO_USE = f"""\
+Give it to the coordinator, every worker and every ps of one cluster, and to nobody else: who has it can run code on
+all of them. Either way will do:
+  {VARIABLE}=<the secret>
+  {FILE_VARIABLE}=<a file with it, that only the user can read>
+"""
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C.
 
     Args:
-        options: what ``add_arguments`` declares.
+        options: as the command line declares them.
 
     Returns:
         0 after a signal, 1 if the server can't be started.
@@ -93,7 +83,8 @@ def _task(options: argparse.Namespace) -> tuple[ClusterSpec, str | None, int | N
     return cluster, resolver.task_type, resolver.task_id
 
 
-def _jobs(text: str) -> dict[str, list[str]]:
+def jobs(text: str) -> dict[str, list[str]]:
+    """Read a cluster that is given as JSON; for the option ``--cluster``."""
     example = 'expected JSON such as {"ps": ["host1:2222"], "worker": ["host2:2222"]}'
     try:
         cluster = ClusterSpec(json.loads(text))
@@ -104,5 +95,37 @@ def _jobs(text: str) -> dict[str, list[str]]:
     return cluster.as_dict()  # type: ignore[return-value]
 
 
-def _addresses(text: str) -> list[str]:
-    return [address for part in text.split(",") if (address := part.strip())]
+def make_keys(options: argparse.Namespace) -> int:
+    """Make a secret, or look at the one there is.
+
+    Args:
+        options: as the command line declares them.
+
+    Returns:
+        0, or 1 if the file can't be written.
+
+    Raises:
+        ValueError: with ``--check``, there is no secret for other hosts, or it is no good one.
+    """
+    if options.check:
+        return _say_which(find_secret(is_loopback=False))
+    secret = make_secret()
+    if options.output is None:
+        sys.stdout.write(f"{secret}\n")
+        sys.stderr.write(_HOW_TO_USE)
+        return 0
+    try:
+        handle = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{secret}\n")
+    except OSError as error:
+        sys.stderr.write(f"torchstrategy keys: {options.output} can't be written: {error}\n")
+        return 1
+    sys.stderr.write(f"Wrote a new secret to {options.output}.\n{_HOW_TO_USE}")
+    return 0
+
+
+def _say_which(secret: Secret) -> int:
+    # Hosts can be compared by it, and the secret is not in it: it is derived like the keys.
+    sys.stdout.write(f"The secret is taken from {secret.source}; its fingerprint is {secret.fingerprint}.\n")
+    return 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
+import signal
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from torchstrategy.testing.verification.deviations import load
 from torchstrategy.testing.verification.script_launch import log_path, start
 from torchstrategy.testing.verification.script_process import EXITED, ScriptRun, Setup, record_path
 
-__all__ = ["ScriptError", "Start", "verify_script"]
+__all__ = ["ScriptError", "Start", "run", "verify_script"]
 
 # Whole numbers are left out: numbers of replicas, batches and steps may well differ.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|nan|inf)(?![\w.])")
@@ -351,3 +354,37 @@ def _heading(script: str, runner: _Runner, reference: ScriptRun, *, has_strategy
 
 def _end_of(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.strip().splitlines()[-12:])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out ``torchstrategy verify``: run the program with one replica and with several, and print the report.
+
+    Args:
+        options: as the command line declares them.
+
+    Returns:
+        0 if all numbers are those of one replica, 1 if not, 2 if that can't be said, 130 after Ctrl-C.
+    """
+    if options.steps < 1 or options.timeout <= 0:
+        raise ValueError("--steps and --timeout must be positive.")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the program's processes end with this one
+    try:
+        report = verify_script(
+            options.program,
+            options.arguments,
+            replicas=options.replicas,
+            steps=options.steps,
+            timeout_s=options.timeout,
+            per_replica_batch=options.per_replica_batch,
+            without=[*["dropout"] * options.no_dropout, *["shuffling"] * options.no_shuffle],
+        )
+    except ScriptError as error:
+        sys.stderr.write(f"torchstrategy verify: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("torchstrategy verify: interrupted; the program's processes have ended.\n")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    sys.stdout.write(f"{report}\n")
+    return 0 if report.ok else 2 if report.is_undecided else 1
