@@ -139,3 +139,89 @@ def fit(devices: list[str] | None) -> dict[str, Tensor]:
     history = model.fit(x, y, batch_size=5, epochs=3, shuffle=False, verbose=0)
     results = [*history.history["loss"], model.evaluate(x, y, batch_size=5, verbose=0)]
     return {**module.state_dict(), "losses": torch.tensor(results, dtype=DOUBLE)}
+
+
+class Native:
+    """Stands in for NCCL: what carries a kind of device's tensors, and lets the calling thread go on.
+
+    Args:
+        backend: moves them.
+    """
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.is_late = False  # rows never come then, as where a GPU waits for a rank that leaves a pass out
+        self.sent = []
+
+    def start_all_gather(self, outputs, tensor):
+        self.sent.append(tensor.nbytes)
+        return (lambda check: check()) if self.is_late else self.backend.start_all_gather(outputs, tensor)
+
+    def start_sum(self, tensor):
+        return self.backend.start_sum(tensor)
+
+    def start_broadcast(self, tensor):
+        return self.backend.start_broadcast(tensor)
+
+
+def native_strategy(devices=None, overlap=False):
+    options = ts.experimental.CommunicationOptions(overlap=overlap)
+    strategy = ts.MultiWorkerMirroredStrategy(devices=devices, communication_options=options)
+    routes = strategy.workers.routes
+    routes.accelerators["cpu"] = Native(routes.large)
+    return strategy, routes.accelerators["cpu"]
+
+
+def train_natively(devices: list[str] | None, net: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Train as ``train``; return also the bytes of what was gathered for each pass."""
+    strategy, native = native_strategy(devices)
+    return train(strategy, net), native.sent
+
+
+def records_of_steps(is_native: bool, overlap: bool, num_layers: int) -> list[int]:
+    """Return how many records each of four steps exchanges."""
+    strategy = native_strategy(overlap=overlap)[0] if is_native else strategy_for(None)
+    with strategy.scope():
+        model = synchronised(nn.Sequential(nn.Linear(3, 4), *(nn.BatchNorm1d(4) for _ in range(num_layers))))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(3, 3)).square().sum().backward()
+        optimizer.step()
+
+    counts = []
+    for _ in range(4):
+        before = strategy.workers._sequence
+        strategy.run(step)
+        counts.append(strategy.workers._sequence - before)
+    return counts
+
+
+def error_of_a_pass_on_one_rank(change: str) -> tuple[str, bool]:
+    """Return what a rank raises if rank 1 leaves a pass out or makes another one, and whether its weights changed."""
+    strategy, native = native_strategy()
+    rank = strategy.workers.rank
+    with strategy.scope():
+        first, second, wide = (ts.nn.SyncBatchNorm(channels) for channels in (4, 4, 8))
+        linear = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+
+    def step(odd):
+        optimizer.zero_grad()
+        x = first(linear(torch.randn(3, 3)))
+        y = wide(torch.cat([x, x], 1)) if odd and change == "another" else second(x)
+        if not (odd and change == "left out"):
+            y = wide(torch.cat([y[:, :4], y[:, :4]], 1))
+        y.square().sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step, args=(False,))
+    native.is_late = True
+    before = linear.weight.detach().clone()
+    try:
+        strategy.run(step, args=(rank == 1,))
+    except ts.errors.DisagreementError as error:
+        return str(error), torch.equal(before, linear.weight)
+    return "no error", False

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from tests.gradients.sync_batch_norm_programs import (
     Checkpointed,
     Reentrant,
     dense_net,
+    error_of_a_pass_on_one_rank,
     fit,
     gradient_penalty,
     largest_difference,
+    records_of_steps,
     synchronised,
     train,
+    train_natively,
 )
 from tests.programs import cpu_devices, strategy_for
 
@@ -261,3 +265,37 @@ def test_classes_and_files_are_plain():
         assert type(pickle.loads(pickle.dumps(layer))) is cls
         assert type(copy.deepcopy(layer)) is cls
         nn.BatchNorm1d(2).load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
+def test_a_native_backend_carries_one_row_of_each_replica(devices, process_pool):
+    expected = train([], "conv")
+    for actual, sent in process_pool(2).run(train_natively, devices, "conv"):
+        assert largest_difference(expected, actual) < 1e-10
+        row = 8 * len(devices or [None])  # of float64
+        a_step = [row * size for size in (2 * 4 + 1, 2 * 3 + 1, 2 * 3, 2 * 4)]
+        assert sent == a_step * (len(sent) // 4)
+
+
+@pytest.mark.parametrize(("is_native", "overlap", "more"), [(False, False, 4), (True, False, 0), (True, True, 4)])
+def test_no_message_comes_before_the_rows_of_a_native_backend(is_native, overlap, more, process_pool):
+    """But once for each new shape, and where sums begin during ``backward``: records tell their order."""
+    one, three = (process_pool(2).run(records_of_steps, is_native, overlap, number)[0] for number in (1, 3))
+    assert [b - a for a, b in zip(one, three, strict=True)] == [more] * 4
+    assert one[0] > one[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "theirs"),
+    [
+        ("left out", r"the gradient of SyncBatchNorm, float32\[1, 8\] \(4 in all\)"),
+        ("another", r"SyncBatchNorm, float32\[1, 17\] \(6 in all\)"),
+    ],
+)
+def test_passes_of_one_rank_are_named_before_its_gradients_are_applied(change, theirs, process_pool):
+    mine = r"SyncBatchNorm, float32\[1, (9|17)\] \(6 in all\)"
+    for message, is_as_before in process_pool(2).run(error_of_a_pass_on_one_rank, change):
+        assert is_as_before
+        assert re.search(
+            f"different collectives before .* at .*position.*\n  rank 0: {mine}\n  rank 1: {theirs}", message
+        )

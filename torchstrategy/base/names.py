@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["dtype_name", "find", "named_ranks", "set_default_dtype", "snake_case", "uncompiled_name"]
+__all__ = [
+    "difference_of_ranks",
+    "dtype_name",
+    "find",
+    "named_ranks",
+    "set_default_dtype",
+    "snake_case",
+    "tensors_of",
+    "uncompiled_name",
+]
 
 _T = TypeVar("_T")
 _MOST_LISTED = 4  # ranks that follow each other
+_MOST_NAMED = 4  # tensors in an error
 
 
 def find(name: str, known: Mapping[str, _T], argument: str, remedy: str) -> _T:
@@ -89,3 +100,24 @@ def named_ranks(ranks: Sequence[int]) -> str:
             spans.append([rank])
     parts = [f"{span[0]} to {span[-1]}" if len(span) > _MOST_LISTED else ", ".join(map(str, span)) for span in spans]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}" if ranks else "none"
+
+
+def difference_of_ranks(brought: Sequence[Any]) -> str:
+    """Say what each rank brought, in lines; of long lists only the number of entries and the first difference."""
+    if not all(isinstance(value, list) for value in brought):
+        return "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(brought))
+    columns = list(itertools.zip_longest(*brought, fillvalue="nothing"))
+    index, column = next((i, column) for i, column in enumerate(columns) if any(v != column[0] for v in column))
+    lines = [f"  rank {rank}: {value} ({len(brought[rank])} in all)" for rank, value in enumerate(column)]
+    return "\n".join([f"The first difference is at position {index}:", *lines])
+
+
+def tensors_of(brought: Any) -> str:
+    """Say what tensors a rank has brought to an operation, in brackets, if the payload of its record says it."""
+    match brought:
+        case [[*shape], str(dtype)]:
+            return f" ({dtype}{shape})"
+        case [str(), *_] if all(isinstance(one, str) for one in brought):
+            more = f" and {len(brought) - _MOST_NAMED} more" if len(brought) > _MOST_NAMED else ""
+            return f" ({', '.join(brought[:_MOST_NAMED])}{more})"
+    return ""

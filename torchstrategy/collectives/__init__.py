@@ -7,7 +7,9 @@ dtypes and aborts a rank for mismatched shapes, so before data travels the ranks
 bring: a sequence number, the operation, the calling line, and shapes and dtypes (``record_group.py``). If they are in
 different operations, every rank raises a ``DisagreementError`` that lists them; if they bring different shapes or
 dtypes, an ``InvalidArgumentError``. A sum of gradients sends one record, with a hash of the parameters' shapes in
-place of the shapes, before all of its buckets.
+place of the shapes, before all of its buckets. Layers that meet many times in a step (``SyncBatchNorm``) have a record
+of their own only where the message brings the numbers anyway; over NCCL without early sums the next one compares
+them.
 
 Records travel over TCP connections which the calling thread itself reads and writes: a gloo collective of this size
 hands over to other threads and takes several times as long. Up to 16 ranks there is one connection for each pair;

@@ -8,7 +8,7 @@ garbage or aborts. A user's small tensors travel in the same message.
 from __future__ import annotations
 
 import functools
-import itertools
+import hashlib
 import json
 import os
 import threading
@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import call_site, warn_once
-from torchstrategy.base.names import named_ranks
+from torchstrategy.base.names import difference_of_ranks, named_ranks, tensors_of
 from torchstrategy.base.stalls import Waiting, watch_for_stalls
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.failures import describe
@@ -37,9 +37,7 @@ from torchstrategy.errors import (
 
 __all__ = ["RecordGroup", "check_equal"]
 
-# How long data of a rank that has failed may be under way.
-_ON_ITS_WAY_S = 5.0
-_MOST_NAMED = 4  # tensors in an error
+_ON_ITS_WAY_S = 5.0  # how long data of a rank that has failed may be under way
 
 _Result = TypeVar("_Result")
 
@@ -70,6 +68,8 @@ class RecordGroup:
         self._timeout_s = timeout_s
         self._sequence = 0
         self._started: Callable[[], object] | None = None
+        self._noted: list[str] = []  # collectives since the last record
+        self._known: set[str] = set()  # those that were compared once
         self._waiting = Waiting(self.watch.stall)
         watch_for_stalls(self._waiting)
         self._operations: set[str] = set()  # that were completed once
@@ -169,6 +169,16 @@ class RecordGroup:
         """
         check_equal(self.exchange(operation, signature), operation, what)
 
+    def note(self, operation: str, signature: str) -> None:
+        """Begin what the ranks compare with the next record; a new one, and one of 1000, now. Errors: as ``agree``."""
+        collective = f"{operation}, {signature}"
+        if collective in self._known and len(self._noted) < 1000:
+            self._checker(operation)()
+            self._noted.append(collective)
+            return
+        self.agree(operation, signature, "shapes and dtypes")
+        self._known.add(collective)
+
     def report_failure(self, operation: str, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that none waits for it."""
         self.watch.report(operation, error)
@@ -204,7 +214,9 @@ class RecordGroup:
         site = call_site()
         where = f"{operation} (collective number {self._sequence}) at {site}"
         self.watch.position = f"in {where}"
-        head = json.dumps([self._sequence, operation, site, payload], separators=(",", ":")).encode() + b"\n"
+        noted, self._noted = self._noted, []
+        row = [self._sequence, operation, site, payload, noted and hashlib.sha256(repr(noted).encode()).hexdigest()]
+        head = json.dumps(row, separators=(",", ":")).encode() + b"\n"
         body = head + data if data else head
         self._checker(operation)()
         receive = self._guarded(operation, lambda check: self._records.start(body, check, unite), payload)
@@ -220,15 +232,15 @@ class RecordGroup:
                 self._waiting.end()
             self._operations.add(operation)
             self.watch.position = f"after {where}"
-            return self._read(groups, head, payload)
+            return self._read(groups, head, payload, noted)
 
         return finish
 
-    def _read(self, groups: list[Group], head: bytes, payload: Any) -> list[_Row]:
+    def _read(self, groups: list[Group], head: bytes, payload: Any, noted: list[str]) -> list[_Row]:
         """Return what the ranks have brought, after a comparison of what they are doing."""
         if all(body.startswith(head) for body, _ in groups):
             return [_Row(payload, body[len(head) :], ranks) for body, ranks in groups]
-        _, operation, site, _ = json.loads(head)
+        _, operation, site, *_ = json.loads(head)
         if any(not body.startswith(b"[") for body, _ in groups):
             self.give_up(f"the ranks lost step in {operation}")
             raise DisagreementError(f"{operation}: this rank compares records while another one sends data.")
@@ -243,6 +255,8 @@ class RecordGroup:
                 + "\nEvery rank must make the same collective calls in the same order: look for a call that only "
                 "some ranks make, such as one inside `if rank == 0:`." + self._about_threads()
             )
+        if any(row[4] != rows[0][4] for row in rows):
+            self._refuse_unlike(operation, noted)
         if any(row[2] != site for row in rows):  # it may be meant, so this is no error
             warn_once(
                 f"The ranks meet in {operation}, but from different lines:\n"
@@ -251,6 +265,15 @@ class RecordGroup:
                 "rank must make the same collective calls in the same order."
             )
         return [_Row(row[3], data, ranks) for row, data, (_, ranks) in zip(rows, parts, groups, strict=True)]
+
+    def _refuse_unlike(self, operation: str, noted: list[str]) -> NoReturn:
+        text = difference_of_ranks(self.exchange(f"telling apart what came before {operation}", noted))
+        self.give_up(f"the ranks made different collectives before {operation}")
+        raise DisagreementError(
+            f"The ranks made different collectives before {operation} at {call_site()}. {text}"
+            "\nEvery rank must call the same layers in the same order, and run the backward pass. Weights are as they "
+            "were, but running statistics may be wrong: start again from the last checkpoint."
+        )
 
     def _about_threads(self) -> str:
         if len(self._threads) < 2:
@@ -329,7 +352,7 @@ class RecordGroup:
         gone = self.watch.gone  # others end because of that
         self._broken = f"the connection to another rank broke in {operation}"
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
-        where = f"{operation}{_about(brought)} at {call_site()}"
+        where = f"{operation}{tensors_of(brought)} at {call_site()}"
         how = f"has lost its connection to another rank in {where}: {reason}"
         self.watch.report_lost(how, gone)
         raise ReplicaFailedError(f"Rank {self.rank} {how}. {self.watch.where_is_everyone(gone)}") from None
@@ -347,7 +370,8 @@ def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
         InvalidArgumentError: they differ.
     """
     if any(other != brought[0] for other in brought):
-        raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{_differences(brought)}")
+        lines = difference_of_ranks(brought)
+        raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{lines}")
 
 
 def _encode(masks: Sequence[int], counts: Sequence[float]) -> bytes:
@@ -374,24 +398,3 @@ def _spread(rows: Sequence[_Row], place: int) -> list[Any]:
         return [rows[0][place]] * len(rows[0].ranks)
     found = {rank: row[place] for row in rows for rank in row.ranks}
     return [found[rank] for rank in range(len(found))]
-
-
-def _about(brought: Any) -> str:
-    """Say what tensors a rank has brought to an operation, if the payload says it."""
-    match brought:
-        case [[*shape], str(dtype)]:
-            return f" ({dtype}{shape})"
-        case [str(), *_] if all(isinstance(one, str) for one in brought):
-            more = f" and {len(brought) - _MOST_NAMED} more" if len(brought) > _MOST_NAMED else ""
-            return f" ({', '.join(brought[:_MOST_NAMED])}{more})"
-    return ""
-
-
-def _differences(brought: Sequence[Any]) -> str:
-    """Say what each rank brought; of long lists only the number of entries and the first difference."""
-    if not all(isinstance(value, list) for value in brought):
-        return "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(brought))
-    columns = list(itertools.zip_longest(*brought, fillvalue="nothing"))
-    index, column = next((i, column) for i, column in enumerate(columns) if any(v != column[0] for v in column))
-    lines = [f"  rank {rank}: {value} ({len(brought[rank])} in all)" for rank, value in enumerate(column)]
-    return "\n".join([f"The first difference is at position {index}:", *lines])

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstrategy.base.devices import kind_of
+from torchstrategy.base.names import dtype_name
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import PerReplica
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.collectives.summing import as_bytes
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "check_gather_axis",
     "check_joinable",
     "gather",
+    "gather_rows",
     "gather_sizes",
     "mean_of_total",
     "reduce",
@@ -179,9 +183,41 @@ def gather(tensors: Sequence[Tensor], axis: int, workers: WorkerGroup | None, op
     if workers is None:
         return local
     parts = workers.all_gather_tensors(local, operation)
-    for part in parts:
-        check_joinable(local, part, axis)
+    for rank, part in enumerate(parts):
+        check_joinable(local, part, axis, f"{operation}, ranks {workers.rank} and {rank}: ")
     return torch.cat(parts, axis)
+
+
+def gather_rows(rows: Sequence[Tensor], workers: WorkerGroup | None, operation: str) -> Tensor:
+    """Return all replicas' rows in the order of replicas, for layers, which ask for that many times in a step.
+
+    Where a native backend such as NCCL carries them, no message comes before them: a rank would wait for all others in
+    each layer before it gives its device more to do. The next record compares what the ranks have made since the last.
+    Not so where sums begin during ``backward`` on the same devices: only records could tell their order against these.
+
+    Args:
+        rows: one for each local replica, of one length and dtype on all replicas.
+        workers: the processes; ``None`` if there is only this one.
+        operation: what to call this in error messages.
+
+    Returns:
+        Shape ``[replicas, length]``; the same bits on all ranks.
+
+    Raises:
+        InvalidArgumentError: the lengths or dtypes differ.
+    """
+    own = [row.unsqueeze(0) for row in rows]
+    device = rows[0].device
+    backend = None if workers is None else workers.routes.accelerators.get(device.type)
+    is_free = workers is None or not (kind_of(device).is_traced or device.type in workers.early_device_types)
+    if workers is None or backend is None or not is_free:
+        return gather(own, 0, workers, operation)
+    local = gather(own, 0, None, operation)
+    workers.note(operation, f"{dtype_name(local.dtype)}{list(local.shape)}")
+    everything = local.new_empty((workers.size, local.numel()))
+    wait = backend.start_all_gather([as_bytes(part) for part in everything], as_bytes(local.view(-1)))
+    workers._finish(wait, operation, backend, local.nbytes)
+    return everything.view(-1, local.shape[1])
 
 
 def gather_sizes(sizes: Sequence[int], workers: WorkerGroup | None, operation: str) -> list[int]:
@@ -191,14 +227,14 @@ def gather_sizes(sizes: Sequence[int], workers: WorkerGroup | None, operation: s
     return [size for part in workers.exchange(f"{operation} (sizes)", list(sizes)) for size in part]
 
 
-def check_joinable(first: Tensor, other: Tensor, axis: int) -> None:
+def check_joinable(first: Tensor, other: Tensor, axis: int, where: str = "") -> None:
     """Raise ``InvalidArgumentError`` unless two tensors can be concatenated on an axis."""
     same = first.dim() == other.dim() and all(
         a == b for i, (a, b) in enumerate(zip(first.shape, other.shape, strict=True)) if i != axis
     )
     if not same or first.dtype != other.dtype:
         raise InvalidArgumentError(
-            f"Gathered values must have one dtype and may differ in size along axis {axis} only. Received: "
+            f"{where}Gathered values must have one dtype and may differ in size along axis {axis} only. Received: "
             f"{tuple(first.shape)} {first.dtype} and {tuple(other.shape)} {other.dtype}"
         )
 

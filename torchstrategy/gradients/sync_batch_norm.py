@@ -2,7 +2,7 @@
 
 Each replica brings its count, mean and sum of squared deviations, and combines all of them in the order of replicas, so
 that shares may be uneven or empty and all replicas compute the same bits. Forward and backward pass exchange one small
-tensor each.
+row of each replica: `[2 * channels + 1]` and `[2 * channels]`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.options import ReduceOp
-from torchstrategy.collectives.autograd import differentiable_all_reduce
+from torchstrategy.collectives.autograd import differentiable_all_gather
 from torchstrategy.gradients.lone_values import trains_on_one
 
 __all__ = ["SyncBatchNorm", "serve_layers_of_torch"]
+
+_GRADIENT = "the gradient of SyncBatchNorm"
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -220,10 +222,10 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return *_differentiable_gradients(ctx, value, weight, bias, grad), None, None
         scale = (variance + ctx.eps).rsqrt()
-        sums = torch.stack(_own_sums(grad, value, mean, variance, ctx.eps))
+        sums = _own_sums(grad, value, mean, variance, ctx.eps)
         grads = [None, *(None if p is None else s.to(p.dtype) for p, s in zip((weight, bias), sums, strict=True))]
         if ctx.needs_input_grad[0]:
-            totals = ctx.context._all_reduce(ReduceOp.SUM, [sums], "the gradient of SyncBatchNorm")[0]
+            totals = ctx.context._gather_rows(torch.cat(sums), _GRADIENT).sum(0).view(2, -1)
             if weight is not None:
                 scale = scale * weight.to(mean.dtype)
             # scale * (grad - mean of grad - normalised * mean of (grad * normalised)), with means over all replicas
@@ -279,11 +281,13 @@ def _differentiable_row(value: Tensor) -> Tensor:
 
 
 def _all_rows(row: Tensor, context: Any) -> Tensor:
-    """Return all replicas' rows in the order of replicas: a sum in which every other replica's part is zero."""
-    ids = torch.arange(context.num_replicas_in_sync, device=row.device)
-    mine = (ids == context.replica_id_in_sync_group).unsqueeze(1)
-    own = torch.where(mine, row, 0.0)
-    (rows,) = differentiable_all_reduce(lambda own: context._all_reduce(ReduceOp.SUM, own, "SyncBatchNorm"), [own])
+    """Return all replicas' rows in the order of replicas; differentiable."""
+    (rows,) = differentiable_all_gather(
+        lambda own: ([context._gather_rows(own[0][0], "SyncBatchNorm")], [context.replica_id_in_sync_group]),
+        lambda grads: context._all_reduce(ReduceOp.SUM, grads, _GRADIENT),
+        0,
+        [row.unsqueeze(0)],
+    )
     return rows
 
 

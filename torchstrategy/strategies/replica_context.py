@@ -48,6 +48,9 @@ class RunningStrategy(Protocol):
     ) -> tuple[list[Tensor], list[list[int]]]:
         """Concatenate several values of all replicas; return them and each one's sizes along the axis."""
 
+    def _gather_rows(self, rows: Sequence[Tensor], operation: str) -> Tensor:
+        """Return all replicas' rows, given those of the local ones."""
+
     def _is_running(self, context: ReplicaContext) -> bool:
         """Say whether the replica function of a context is in progress."""
 
@@ -376,6 +379,18 @@ class ReplicaContext:
 
         own, sizes = self._meet(MergeRequest(operation, merge, [tensor.detach() for tensor in tensors]))
         return own, [sum(row[:replica_id]) for row in sizes]
+
+    def _gather_rows(self, row: Tensor, operation: str) -> Tensor:
+        """Return all replicas' rows ``[replicas, length]``, to be read only; see ``reductions.gather_rows``."""
+        self._check_active(operation)
+        strategy = self._strategy
+
+        def merge(payloads: list[Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                rows = strategy._gather_rows(payloads, operation)
+            return [rows.to(tensor_device(device)) for device in strategy.placement.devices]
+
+        return self._meet(MergeRequest(operation, merge, row.detach()))  # type: ignore[no-any-return]
 
     def _tensors(self, value: Any, operation: str) -> tuple[list[Tensor], Any]:
         leaves, spec = tree.flatten(tree.map_leaves(_without_variable, value))

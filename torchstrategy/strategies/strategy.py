@@ -18,7 +18,7 @@ from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, In
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
-from torchstrategy.collectives.reductions import all_reduce, gather, gather_sizes
+from torchstrategy.collectives.reductions import all_reduce, gather, gather_rows, gather_sizes
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.distributed_dataset import DistributedDataset
 from torchstrategy.data.numpy import make_numpy_dataset
@@ -594,6 +594,10 @@ class Strategy:
         gathered = [gather(column, axis, self.workers, operation) for column in columns]
         lengths = [[tensor.shape[axis] for tensor in column] for column in columns]
         return gathered, [gather_sizes(own, self.workers, operation) for own in lengths]
+
+    def _gather_rows(self, rows: Sequence[Tensor], operation: str) -> Tensor:
+        """Return all replicas' rows, given those of the local ones."""
+        return gather_rows(rows, self.workers, operation)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(f"A {type(self).__name__} can't be copied. Use the same object everywhere.")

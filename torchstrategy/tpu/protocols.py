@@ -167,3 +167,11 @@ class SpmdReplicaContext(ReplicaContext):
 
         gathered = self._meet(MergeRequest(operation, merge, [tensor.detach() for tensor in tensors]))
         return [value for value, _ in gathered], [hosting.offset(sizes) for _, sizes in gathered]
+
+    @override
+    def _gather_rows(self, row: Tensor, operation: str) -> Tensor:
+        def merge(payloads: list[Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                return [self._hosting.stack(payloads)] * len(payloads)
+
+        return self._meet(MergeRequest(operation, merge, row.detach()))  # type: ignore[no-any-return]
