@@ -41,18 +41,23 @@ def is_loaded() -> bool:
     return torch._C._get_privateuse1_backend_name() == NAME
 
 
-def load() -> None:
-    """Make the accelerator the one of this process, unless it is."""
-    if is_loaded():
+def load(name: str = NAME) -> None:
+    """Make the accelerator the one of this process, unless it is.
+
+    Args:
+        name: what torch calls it, for a process of its own in which it stands in for a kind of accelerators.
+    """
+    if torch._C._get_privateuse1_backend_name() == name:
         return
     library, error = _build()
     if error:
         raise RuntimeError(f"The accelerator for tests can't be built with torch {torch.__version__}:\n{error}")
     torch.ops.load_library(library)
-    torch.utils.rename_privateuse1_backend(NAME)
+    torch.utils.rename_privateuse1_backend(name)
+    device_module.NAME = name
     generators = (torch.ops.standin.default_generator(index) for index in range(device_module.device_count()))
     device_module.default_generators = tuple(generators)
-    torch._register_device_module(NAME, device_module)
+    torch._register_device_module(name, device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 

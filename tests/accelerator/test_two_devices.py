@@ -10,6 +10,7 @@ from tests.accelerator import loading
 from tests.accelerator.loading import DEVICES, NAME
 from tests.gpu.training import make_data, make_net
 from tests.programs import assert_equal
+from torchstrategy import testing
 
 pytestmark = pytest.mark.accelerator
 STRATEGIES = {
@@ -178,10 +179,10 @@ def test_a_checkpoint_moves_between_two_devices_and_the_host(goes_back, tmp_path
     assert_equal(train(second, *restored), train(first, *saved), CLOSE)
 
 
-def train_by_local_rank(**options):
-    loading.load()
+def train_by_local_rank(kind=NAME, **options):
+    loading.load(kind)
     strategy = ts.MultiWorkerMirroredStrategy(communication_options=ts.experimental.CommunicationOptions(**options))
-    here = torch.get_device_module(NAME).current_device()
+    here = torch.get_device_module(kind).current_device()
     return [str(strategy.placement.devices[0]), here], train(strategy, *make_model(strategy))
 
 
@@ -199,6 +200,16 @@ def test_each_process_takes_the_device_of_its_local_rank(options, process_pool):
     assert [places for places, _ in found] == [[device, index] for index, device in enumerate(DEVICES)]
     for _, values in found:
         assert_equal(values, expected, CLOSE)
+
+
+@pytest.mark.slow
+def test_processes_with_a_chip_each():
+    """As with torch_tpu, which calls its devices ``tpu`` and binds a process to one of them."""
+    with testing.ProcessPool(2) as pool:
+        found = pool.run(train_by_local_rank, "tpu")
+    for rank, ((device, _), values) in enumerate(found):
+        assert device == f"tpu:{rank}"
+        assert_equal(values, on_cpu(), CLOSE)
 
 
 def test_replicas_at_once():

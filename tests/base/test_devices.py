@@ -86,6 +86,15 @@ def test_tpu_names_are_those_of_the_backend_that_is_there(monkeypatch):
     assert devices._type_named("tpu") == "tpu"
 
 
+def test_a_process_has_one_chip(accelerator, monkeypatch):
+    kind = devices.DeviceKind("privateuseone", one_per_process=True)
+    monkeypatch.setitem(devices._KINDS, "privateuseone", kind)
+    assert devices.local_devices(["privateuseone:1"]) == (torch.device("privateuseone", 1),)
+    for several in (None, 2, ["privateuseone:0", "privateuseone:1"]):
+        with pytest.raises(ValueError, match=r"torchrun --nproc-per-node=2 .* devices=\['privateuseone:0'\]"):
+            devices.local_devices(several)
+
+
 def test_no_other_module_compares_a_type_of_device_with_a_name():
     by_name = re.compile(r"""\.type (==|!=|in|not in) .*"(cuda|xla|xpu|mps|tpu)"|\.is_(cuda|xpu|mps)\b""")
     package = Path(devices.__file__).parents[1]

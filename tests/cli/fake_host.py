@@ -21,6 +21,7 @@ class FakeHost(Host):
     driver_version: str | None = None
     num_tpu_chips: int = 0
     torch_xla_version: str | None = None
+    torch_tpu_version: str | None = None
     names: Mapping[str, str] = field(default_factory=lambda: {"node0": "10.0.0.1", "node1": "10.0.0.2"})
     own: tuple[str, ...] = ("127.0.0.1", "127.0.1.1", "10.0.0.1")
     busy: tuple[int, ...] = ()

@@ -1,7 +1,12 @@
 """The doctor's check of TPUs, on hosts of tests: nothing of torch_xla is imported."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 
+import torchstrategy as ts
 from tests.cli.fake_host import FakeHost, make_job, only
 from torchstrategy.cli import host_checks
 from torchstrategy.cli.host import count_tpu_chips
@@ -38,6 +43,33 @@ def test_a_pair_that_does_not_fit(installed):
     (finding,) = check_tpus(FakeHost(num_tpu_chips=4, torch_xla_version="2.9.0"), None)
     assert (finding.section, finding.status) == ("Versions", "FAIL")
     assert finding.remedy == "torch_xla 2.9.0 does not fit to torch 2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("chips", "environ", "status"),
+    [
+        (0, {}, "FAIL"),
+        (0, {"TPU_SKIP_MDS_QUERY": "0"}, "FAIL"),
+        (0, {"TPU_SKIP_MDS_QUERY": "1"}, "info"),
+        (0, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "info"),
+        (4, {}, "info"),
+    ],
+)
+def test_torch_tpu_without_a_tpu_hangs(chips, environ, status):
+    (finding,) = check_tpus(FakeHost(environ=environ, num_tpu_chips=chips, torch_tpu_version="0.1.0"), None)
+    assert (finding.name, finding.status) == ("torch_tpu", status)
+    assert ("TORCH_DEVICE_BACKEND_AUTOLOAD=0" in (finding.remedy or "")) == (status == "FAIL")
+
+
+def test_torch_tpu_comes_with_no_extra():
+    """It would hang every CPU host that installs it."""
+    assert not re.search("torch.tpu", Path("pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_tpu_system_says_that_torch_tpu_is_there(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "torch_tpu" else None)
+    with pytest.raises(ImportError, match=r"torch_xla, which is not installed, but torch_tpu is.*torchrun"):
+        ts.tpu.experimental.initialize_tpu_system()
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ _KINDS = {
         DeviceKind("mps", has_storages=False, has_float64=False),
         # torch_xla's
         DeviceKind("xla", "TPU", has_storages=False, has_views=False, has_search=False, is_traced=True),
-        # torch_tpu's: its streams are experimental, and a process is bound to one chip
+        # torch_tpu's: its streams are experimental, and a process is bound to one chip. Nothing of it has run on one.
         DeviceKind("tpu", collectives="tpu_dist", one_per_process=True, has_storages=False),
         DeviceKind("meta", has_storages=False),
     )
@@ -248,11 +248,23 @@ def local_devices(devices: Sequence[str | torch.device] | int | None) -> tuple[t
             replicas where there is none.
 
     Raises:
-        ValueError: the list is empty or names a device twice, or there are not so many GPUs.
+        ValueError: the list is empty or names a device twice, or there are not so many GPUs, or more than a process
+            can use.
         TypeError: it is none of these.
     """
     if _instead:
         return tuple(torch.device("cpu", index) for index in range(_instead[-1]))
+    found = _local_devices(devices)
+    if len(found) > 1 and kind_of(found[0]).one_per_process:
+        raise ValueError(
+            f"A process can use one device of the type {found[0].type!r} only, and here are {len(found)}: "
+            f"{', '.join(map(str, found))}. Start one for each: torchrun --nproc-per-node={len(found)} program.py. Or "
+            f"name one: devices=['{found[0]}']."
+        )
+    return found
+
+
+def _local_devices(devices: Sequence[str | torch.device] | int | None) -> tuple[torch.device, ...]:
     accelerators = tuple(torch.device(device) for device in visible_devices() if not device.startswith("cpu"))
     if devices is None:
         return accelerators or (torch.device("cpu", 0),)

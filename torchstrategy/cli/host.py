@@ -128,6 +128,7 @@ class Host:
         driver_version: of the NVIDIA driver, if it is loaded.
         num_tpu_chips: TPU chips on its PCI bus.
         torch_xla_version: of torch_xla, if it is installed.
+        torch_tpu_version: of torch_tpu, if it is installed.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -141,6 +142,7 @@ class Host:
     driver_version: str | None = field(default_factory=lambda: _driver_version())
     num_tpu_chips: int = field(default_factory=lambda: count_tpu_chips(Path("/sys/bus/pci/devices")))
     torch_xla_version: str | None = field(default_factory=lambda: version_of("torch-xla"))
+    torch_tpu_version: str | None = field(default_factory=lambda: version_of("torch-tpu"))
 
     def addresses_of(self, name: str) -> list[str]:
         """Return the IP addresses of a host.

@@ -33,8 +33,10 @@ _INSTALL = "pip install 'torchstrategy[tpu]'"
 
 def check_tpus(host: Host, job: Job | None) -> Iterator[Finding]:
     """Compare the TPU chips of this host with what is installed, and with the processes that want one."""
+    if host.torch_tpu_version is not None:
+        yield _torch_tpu(host)
     if host.torch_xla_version is None:
-        if host.num_tpu_chips:
+        if host.num_tpu_chips and host.torch_tpu_version is None:
             text = f"{host.num_tpu_chips} chip(s), but torch_xla is not installed"
             yield Finding(_SECTION, "TPUs", "warn", text, _INSTALL)
         return
@@ -46,6 +48,21 @@ def check_tpus(host: Host, job: Job | None) -> Iterator[Finding]:
         return
     yield Finding("Versions", "torch_xla", "ok", pair)
     yield _devices(host, job)
+
+
+def _torch_tpu(host: Host) -> Finding:
+    """Look for the trap of a host without TPU: autograd asks every accelerator, and this one asks Google's network."""
+    name = f"torch_tpu {host.torch_tpu_version}"
+    if host.num_tpu_chips:
+        text = f"{name}: a process for each of {host.num_tpu_chips} chip(s)"
+        return Finding("Versions", "torch_tpu", "info", text)
+    if host.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return Finding("Versions", "torch_tpu", "info", f"{name}, which `import torch` does not load")
+    if host.environ.get("TPU_SKIP_MDS_QUERY", "").lower() in ("1", "true"):
+        return Finding("Versions", "torch_tpu", "info", f"{name}, which does not ask the metadata server")
+    text = f"{name} on a host without TPU: each `backward` hangs, also on the CPU, while it asks for a metadata server"
+    remedy = "pip uninstall torch_tpu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0 (or TPU_SKIP_MDS_QUERY=1)"
+    return Finding("Versions", "torch_tpu", "FAIL", text, remedy)
 
 
 def _devices(host: Host, job: Job | None) -> Finding:

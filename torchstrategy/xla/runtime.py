@@ -61,6 +61,12 @@ def check_installation() -> None:
         ImportError: it is not, or does not.
     """
     if not is_installed():
+        if importlib.util.find_spec("torch_tpu") is not None:
+            raise ImportError(
+                "TPUStrategy and initialize_tpu_system need torch_xla, which is not installed, but torch_tpu is. With "
+                "it chips are devices of the type 'tpu', one for each process: torchrun --nproc-per-node=CHIPS, "
+                "use ts.MultiWorkerMirroredStrategy, and leave out the calls of ts.tpu.experimental."
+            )
         raise ImportError(
             "TPUs need torch_xla, which is not installed: pip install 'torchstrategy[tpu]'. It is there for Linux only."
         )
