@@ -9,8 +9,9 @@ import torchstrategy as ts
 from tests.accelerator import loading
 from tests.accelerator.loading import DEVICES, NAME
 from tests.gpu.training import make_data, make_net
-from tests.programs import assert_equal
+from tests.programs import CountedKernels, assert_equal
 from torchstrategy import testing
+from torchstrategy.replicas.module_tensors import fingerprints
 
 pytestmark = pytest.mark.accelerator
 STRATEGIES = {
@@ -177,6 +178,33 @@ def test_a_checkpoint_moves_between_two_devices_and_the_host(goes_back, tmp_path
     path = ts.train.Checkpoint(model=saved[0], optimizer=saved[1]).save(str(tmp_path / "ckpt"))
     ts.train.Checkpoint(model=restored[0], optimizer=restored[1]).restore(path)
     assert_equal(train(second, *restored), train(first, *saved), CLOSE)
+
+
+def test_bits_have_one_fingerprint_on_every_device():
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (1, 1000, 70_000)]
+    expected = fingerprints([tensor.cpu() for tensor in tensors])
+    for device in DEVICES:
+        assert fingerprints([tensor.to(device) for tensor in tensors]) == expected
+
+
+@pytest.mark.parametrize("change", [None, -0.0, 1e-9, 1.0])
+def test_replicas_are_compared_by_few_kernels(change):
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.ParameterList(torch.zeros(30) for _ in range(200))
+    strategy.run(lambda: None)
+    if change is not None:
+        slot = next(dicts for dicts, name in strategy.hosting.slots() if name == "150")
+        slot[1]["150"].data[7] = change
+    with CountedKernels() as counted:
+        if change == 1.0:
+            with pytest.raises(ts.errors.DivergenceError, match=r"parameter '150'.* differs .* by up to 1"):
+                strategy.check_sync()
+        else:
+            strategy.check_sync()
+    assert len(counted.names) < 60
+    assert len(model) == 200
 
 
 def train_by_local_rank(kind=NAME, **options):

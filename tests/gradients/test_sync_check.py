@@ -7,6 +7,8 @@ import torch
 
 import torchstrategy as ts
 from tests.gradients import sync_programs as programs
+from tests.programs import CountedKernels
+from torchstrategy.replicas.module_tensors import fingerprints
 
 SAID = {
     "state": r"'exp_avg' of Adam \(optimizer 0\) for parameter 'head.weight' of Net .* differs between",
@@ -68,3 +70,41 @@ def test_it_is_for_cross_replica_context():
     strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(RuntimeError, match="cross-replica"):
         strategy.run(strategy.check_sync)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (1024,), (70, 1030)])
+def test_a_flipped_bit_of_any_element_shows(shape, dtype):
+    value = torch.zeros(shape).to(dtype)
+    before = fingerprints([value])
+    bits = value.view(-1).view(torch.uint8)
+    for place in {0, len(bits) // 2, len(bits) - 1}:
+        for bit in (1, 128):
+            bits[place] ^= bit
+            assert fingerprints([value]) != before
+            bits[place] ^= bit
+    assert fingerprints([value]) == before
+
+
+def test_bits_are_told_apart_that_compare_as_equal():
+    payloads = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert len(set(fingerprints([*payloads, torch.tensor(0.0), torch.tensor(-0.0)]))) == 4
+
+
+def test_a_fingerprint_does_not_depend_on_what_is_beside_it_or_on_strides():
+    torch.manual_seed(0)
+    shapes = [(5,), (0,), (1024,), (3, 4, 5, 6), (300, 1000), (2, 1200, 2, 2), (1100, 1100)]
+    tensors = [torch.randn(shape) for shape in shapes] + [torch.arange(9), torch.ones(3, dtype=torch.bool)]
+    tensors += [torch.eye(4).to_sparse(), torch.randn(3, dtype=torch.complex64).conj()]
+    alone = [fingerprints([tensor])[0] for tensor in tensors]
+    assert len(set(alone)) == len(alone)
+    assert fingerprints(tensors) == alone
+    strided = [tensor.transpose(0, -1).contiguous().transpose(0, -1) for tensor in tensors[:7]]
+    assert fingerprints(strided) == alone[:7]
+
+
+def test_few_kernels_compare_many_parameters():
+    tensors = [torch.randn(size) for size in (1, 7, 100, 1024, 5000) for _ in range(100)]
+    with CountedKernels() as counted:
+        fingerprints(tensors)
+    assert len(counted.names) < len(tensors) / 5  # with 64 rows of 1024 elements at a time, as on a CPU

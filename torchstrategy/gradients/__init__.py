@@ -33,17 +33,16 @@ replicas is exact for equal shares only.
 - ``step()`` of a recorded optimizer outside ``run`` raises with more than one replica: a program that forgets ``run``
   must not train unsynchronised copies.
 
-Between processes the parameters are compared as well: the first two sums of an optimizer, and every
-``check_every``-th, exchange a fingerprint of each parameter's bits that knows the place of each element
-(``notes.py``). All ranks are meant to hold equal bits; only where those differ are values compared, with a
-tolerance. A checkpoint that is loaded on the chief only would otherwise train on in silence; since every record tells
-how often the parameters were written to and a digest of the optimizer's hyper-parameters
-(``replicas/divergence.py``), such a load and a rate that is set on one rank are found at the next sum. The
-comparison rides on the sum because that is a point which all ranks reach; ``run`` itself needs no communication, so a
-rank may run an evaluation alone. The record says which optimizer is summed, by the order of first sums, so that ranks
-that step different ones are told so. Central storage compares no hyper-parameters, since one copy steps for all; and
-where ranks have written unequally often 20 times without a difference, the next comparison is that of every
-``check_every``-th sum, which begins to count anew.
+Between processes the parameters are compared as well: the first two sums of an optimizer, and every ``check_every``-th,
+exchange a fingerprint of each parameter's bits that knows the place of each element (``replicas/module_tensors.py``).
+All ranks are meant to hold equal bits; only where those differ are values compared, with a tolerance. A checkpoint that
+is loaded on the chief only would otherwise train on in silence; since every record tells how often the parameters were
+written to and a digest of the optimizer's hyper-parameters (``replicas/divergence.py``), such a load and a rate that is
+set on one rank are found at the next sum. The comparison rides on the sum because that is a point which all ranks
+reach; ``run`` itself needs no communication, so a rank may run an evaluation alone. The record says which optimizer is
+summed, by the order of first sums, so that ranks that step different ones are told so. Central storage compares no
+hyper-parameters, since one copy steps for all; and where ranks have written unequally often 20 times without a
+difference, the next comparison is that of every ``check_every``-th sum, which begins to count anew.
 
 **Sums that begin during ``backward``** (``gradients/early.py``, ``early_buckets.py``) are a wager on top of that, on
 the same buckets (``dense.py``), with one replica in a process. After a step all ranks expect the optimizer that came

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from torchstrategy.base.log import logger, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DisagreementError, DivergenceError
-from torchstrategy.gradients.notes import fingerprints
 from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference, may_differ
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import bodies
+from torchstrategy.replicas.module_tensors import fingerprints, have_equal_bits
 from torchstrategy.replicas.record import Record
 
 __all__ = ["check_sync", "compare_between_ranks"]
@@ -116,7 +116,10 @@ def check_sync(
     found: dict[str, str] = {}
     rounded: list[str] = []
     for local_id, other in enumerate(holdings[1:], 1):
+        are_equal = _known_equal(holdings[0], other)
         for name, value in holdings[0].items():
+            if name in are_equal:
+                continue
             text = _difference(value, other.get(name))
             if text is not None:
                 found.setdefault(name, f"between {name_of(0)} and {name_of(local_id)} {text}")
@@ -216,6 +219,13 @@ def _difference(first: Any, other: Any) -> str | None:
     if isinstance(first, Tensor) or isinstance(other, Tensor) or first != other:
         return f"({_short(first)} and {_short(other)})"
     return None
+
+
+def _known_equal(holding: _Holding, other: _Holding) -> set[str]:
+    """Return the names of the tensors of accelerators whose bits are equal."""
+    pairs = {name: (value, other.get(name)) for name, value in holding.items() if isinstance(value, Tensor)}
+    both = {name: (a, b) for name, (a, b) in pairs.items() if isinstance(b, Tensor)}
+    return {name for name, is_equal in zip(both, have_equal_bits(list(both.values())), strict=True) if is_equal}
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.errors import DivergenceError
-from torchstrategy.replicas.module_tensors import Slot
+from torchstrategy.replicas.module_tensors import Slot, have_equal_bits
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
@@ -246,15 +246,18 @@ def differences_between_copies(
         slots: where the parameters and buffers live.
         name_of: says which replica a local id is.
     """
-    found = []
+    copies = []
     for dicts, name in slots:
         first = dicts[0].get(name)
         if not isinstance(first, torch.nn.Parameter) or any(may_differ(own.get(name)) for own in dicts):
             continue
-        for other, own in enumerate(dicts[1:], 1):
-            text = difference(first, own[name])
-            if text is not None:
-                found.append((name, first.shape, f"{name_of(0)} and {name_of(other)} {text}"))
+        copies += [(name, other, first, own[name]) for other, own in enumerate(dicts[1:], 1)]
+    found = []
+    are_equal = have_equal_bits([(first, own) for _, _, first, own in copies])
+    for (name, other, first, own), is_equal in zip(copies, are_equal, strict=True):
+        text = None if is_equal else difference(first, own)
+        if text is not None:
+            found.append((name, first.shape, f"{name_of(0)} and {name_of(other)} {text}"))
     return found
 
 
