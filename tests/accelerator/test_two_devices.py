@@ -1,5 +1,7 @@
 """Replicas on two devices that share no memory train as one on the CPU does; their copies are late, as on GPUs."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -228,6 +230,25 @@ def test_each_process_takes_the_device_of_its_local_rank(options, process_pool):
     assert [places for places, _ in found] == [[device, index] for index, device in enumerate(DEVICES)]
     for _, values in found:
         assert_equal(values, expected, CLOSE)
+
+
+def warnings_of_two_devices_each():
+    loading.load()
+    found = []
+    for devices in (["cpu:0", "cpu:1"], DEVICES, DEVICES):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ts.MultiWorkerMirroredStrategy(devices=devices)
+        found.append([str(warning.message) for warning in caught])
+    return found
+
+
+@pytest.mark.slow
+def test_processes_with_several_devices_are_told_once_that_one_carries_all(process_pool):
+    for none, (one,), no_more in process_pool(2).run(warnings_of_two_devices_each):
+        assert none == no_more == []
+        assert "through the first one, standin:0" in one
+        assert "torchrun --nproc-per-node" in one
 
 
 @pytest.mark.slow

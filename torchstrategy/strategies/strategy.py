@@ -13,7 +13,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context, raise_failures
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
 from torchstrategy.base.later import explains_absent
-from torchstrategy.base.log import add_note, hide_own_frames, info_once, set_rank, show_info
+from torchstrategy.base.log import add_note, hide_own_frames, info_once, set_rank, show_info, warn_once
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import PerReplica, ValueContext, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -92,6 +92,7 @@ class Strategy:
         show_info()
         if workers is not None:
             set_rank(workers.rank)
+            _warn_of_one_way_out(placement, workers.size)
         self.placement = placement
         self.workers = workers
         self.record = Record(self)
@@ -671,6 +672,18 @@ def _only_replica_running(reference: weakref.ref[Strategy]) -> Callable[[], int 
         return 0 if strategy is not None and strategy._running else None
 
     return running
+
+
+def _warn_of_one_way_out(placement: Placement, num_processes: int) -> None:
+    first, num_local = placement.devices[0], len(placement.devices)
+    if num_local == 1 or num_processes == 1 or first.type == "cpu" or kind_of(first).is_traced:
+        return
+    warn_once(
+        f"Each of {num_processes} processes has {num_local} devices of the type {first.type!r}. All that travels "
+        f"between the processes goes through the first one, {first}, and its link, while the others wait. Start a "
+        "process for each device: torchrun --nproc-per-node with the number of devices of a host.",
+        stacklevel=4,
+    )
 
 
 def _default_ops(placement: Placement) -> CrossDeviceOps:
