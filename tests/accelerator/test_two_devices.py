@@ -13,6 +13,7 @@ from tests.accelerator.loading import DEVICES, NAME
 from tests.gpu.training import make_data, make_net
 from tests.programs import CountedKernels, assert_equal
 from torchstrategy import testing
+from torchstrategy.collectives.cross_device_ops import sum_gradients
 from torchstrategy.replicas.module_tensors import fingerprints
 
 pytestmark = pytest.mark.accelerator
@@ -22,6 +23,7 @@ STRATEGIES = {
     "ReductionToOneDevice on the host": lambda: ts.MirroredStrategy(
         DEVICES, cross_device_ops=ts.ReductionToOneDevice("cpu:0")
     ),
+    "NcclAllReduce": lambda: ts.MirroredStrategy(DEVICES, cross_device_ops=ts.NcclAllReduce(num_packs=2)),
     "HierarchicalCopyAllReduce": lambda: ts.MirroredStrategy(DEVICES, cross_device_ops=ts.HierarchicalCopyAllReduce()),
     "MultiWorkerMirroredStrategy": lambda: ts.MultiWorkerMirroredStrategy(),
     "CentralStorageStrategy": lambda: ts.experimental.CentralStorageStrategy(DEVICES, DEVICES[1]),
@@ -73,6 +75,16 @@ def test_two_devices_train_as_one_cpu(name):
     strategy = STRATEGIES[name]()
     assert [str(device) for device in strategy.placement.devices] == list(DEVICES)
     assert_equal(train(strategy, *make_model(strategy)), on_cpu(), CLOSE)
+
+
+def test_gradients_are_summed_in_their_own_memory_by_both_devices():
+    rows = [[torch.randn(size, device=device) for size in (7, 300)] for device in DEVICES]
+    expected = [one.cpu() + other.cpu() for one, other in zip(*rows, strict=True)]
+    devices = [torch.device(device) for device in DEVICES]
+    sums = sum_gradients(ts.NcclAllReduce(), rows, [True, True], devices, ts.experimental.CommunicationOptions())
+    for own, row in zip(sums, rows, strict=True):
+        assert all(a is b for a, b in zip(own, row, strict=True))
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(own, expected, strict=True))
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}], ids=str)

@@ -6,6 +6,7 @@ import torchstrategy as ts
 from tests.programs import cpu_devices
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives import cross_device_ops as ops_module
+from torchstrategy.collectives import summing
 from torchstrategy.collectives.cross_device_ops import sum_gradients
 
 OPS = {
@@ -149,16 +150,36 @@ def sums_of(rows, ops=None, may_overwrite=None):
     return [list(row) for row in zip(*sums, strict=True)]
 
 
+@pytest.mark.parametrize("ops", [ts.ReductionToOneDevice, ts.NcclAllReduce, ts.HierarchicalCopyAllReduce])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_gradients_are_summed_in_their_own_memory(count, dtype):
+@pytest.mark.filterwarnings("ignore:NcclAllReduce needs one GPU:UserWarning")
+def test_gradients_are_summed_in_their_own_memory(count, dtype, ops):
     rows = gradients(count, dtype=dtype)
     expected = [sum(row[1:], row[0].clone()) for row in rows]
-    found = sums_of(rows)
+    found = sums_of(rows, ops())
     for row, own, total in zip(rows, found, expected, strict=True):
         assert all(a is b for a, b in zip(row, own, strict=True))
         for value in own:
             torch.testing.assert_close(value, total, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_no_more_than_a_bucket_is_packed_at_a_time(in_place, monkeypatch):
+    packed = []
+
+    def recorded(tensors):
+        packed.append(sum(tensor.nbytes for tensor in tensors))
+        return summing.pack(tensors)
+
+    monkeypatch.setattr(ops_module, "pack", recorded)
+    rows = [[torch.ones(2, size) for _ in range(2)] for size in (100, 20, 30, 40, 10)]
+    by_replica = [list(column) for column in zip(*rows, strict=True)]
+    options = CommunicationOptions(bytes_per_pack=400)
+    devices = [torch.device("cpu", i) for i in range(2)]
+    sums = sum_gradients(ts.HierarchicalCopyAllReduce(), by_replica, [in_place] * 5, devices, options)
+    assert all((total == 2).all() for row in sums for total in row)
+    assert max(packed) == (400 if in_place else 800)  # a tensor that is larger lies flat already
 
 
 def test_gradients_that_must_stay_get_sums_beside_them():

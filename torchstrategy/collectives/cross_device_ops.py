@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.base.devices import canonical_device, kind_of, tensor_device
+from torchstrategy.base.devices import canonical_device, tensor_device
 from torchstrategy.base.log import warn_once
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import DistributedValues, Mirrored, PerReplica
-from torchstrategy.collectives.summing import pack, split_into_packs, unpack
+from torchstrategy.collectives.summing import pack, plan_buckets, plan_packs, unpack
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice", "sum_gradients"]
@@ -162,7 +162,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 class _PackedAllReduce(CrossDeviceOps):
-    """All-reduces tensors packed into ``num_packs`` buffers of each dtype."""
+    """All-reduces tensors packed into ``num_packs`` buffers of each dtype; into more than would be too large else."""
 
     def __init__(self, num_packs: int = 1) -> None:
         if not isinstance(num_packs, int) or num_packs < 0:
@@ -186,13 +186,14 @@ class _PackedAllReduce(CrossDeviceOps):
         for index, (value, to) in enumerate(value_destination_pairs):
             first = value.values[0]
             if first.is_sparse:
-                total = _finish(reduce_op, _add_in_order(_on_first(value.values)), len(value.values))
+                total = _finish(reduce_op, _add_in_order(_on_device(value.values, first.device)), len(value.values))
                 results[index] = _copies(total, to)
             else:
                 groups.setdefault((first.dtype, tuple(to)), []).append(index)
         for indices in groups.values():
-            for part in split_into_packs(len(indices), self.num_packs or len(indices)):
-                chosen = [indices[i] for i in part]
+            firsts = [value_destination_pairs[i][0].values[0] for i in indices]
+            for bucket in plan_packs(firsts, self.num_packs, options.bucket_bytes):
+                chosen = [indices[i] for i in bucket]
                 pairs = [value_destination_pairs[i] for i in chosen]
                 for i, result in zip(chosen, self._reduce_packed(reduce_op, pairs), strict=True):
                     results[i] = result
@@ -201,6 +202,16 @@ class _PackedAllReduce(CrossDeviceOps):
     @override
     def broadcast_implementation(self, tensor: Tensor, destinations: Devices) -> Mirrored:
         return _copies(tensor, destinations)
+
+    def sum_in_place(self, rows: Sequence[list[Tensor]], bucket_bytes: int) -> None:
+        """Write the sums of the replicas' tensors, of one dtype, to these; packs one bucket at a time."""
+        for bucket in plan_packs(rows[0], self.num_packs, bucket_bytes):
+            columns = [[row[k] for k in bucket] for row in rows]
+            is_flat = len(bucket) == 1 and all(column[0].is_contiguous() for column in columns)
+            buffers = [column[0].view(-1) if is_flat else pack(column) for column in columns]
+            for own, total, column in zip(buffers, self._all_reduce(buffers), columns, strict=True):
+                if total is not own or not is_flat:
+                    torch._foreach_copy_(column, unpack(total, column))
 
     def _reduce_packed(self, reduce_op: ReduceOp, pairs: Sequence[tuple[DistributedValues, Devices]]) -> list[Mirrored]:
         destinations = pairs[0][1]
@@ -220,10 +231,13 @@ class _PackedAllReduce(CrossDeviceOps):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """All-reduce over NCCL, packed into ``num_packs`` buffers; replicas that are not all on GPUs add on one device.
+    """All-reduce between the GPUs of one process: each adds up a part of every buffer, and gives the sum to the others.
+
+    The name is tf's; torch's NCCL has one GPU in each process. Sums are in the order of replicas. Replicas that share a
+    device add on one. No buffer is larger than ``bytes_per_pack`` of the communication options.
 
     Args:
-        num_packs: buffers that the tensors of one dtype are packed into; 0 packs nothing.
+        num_packs: buffers that the tensors of one dtype are packed into, at least; 0 packs nothing.
 
     Raises:
         ValueError: ``num_packs`` is negative.
@@ -235,19 +249,22 @@ class NcclAllReduce(_PackedAllReduce):
 
     @override
     def _all_reduce(self, buffers: list[Tensor]) -> list[Tensor]:
-        devices = {buffer.device for buffer in buffers}
-        if len(devices) == len(buffers) and all(kind_of(device).collectives == "nccl" for device in devices):
-            torch.cuda.nccl.all_reduce(buffers)  # type: ignore[no-untyped-call]
-            return buffers
-        warn_once("NcclAllReduce needs one GPU for each replica; these replicas are added on one device instead.")
-        return _sum_and_copy(buffers)
+        if len({buffer.device for buffer in buffers}) < len(buffers):
+            warn_once("NcclAllReduce needs one GPU for each replica; these replicas are added on one device instead.")
+            total = _add_in_order(_on_device(buffers, buffers[0].device))
+            return [total.to(buffer.device, copy=True) for buffer in buffers]
+        for k, parts in enumerate(zip(*(buffer.tensor_split(len(buffers)) for buffer in buffers), strict=True)):
+            total = _add_in_order(_on_device(parts, parts[k].device))
+            for part in parts:
+                part.copy_(total, non_blocking=True)
+        return buffers
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
     """All-reduce in two levels: within each half of the replicas, then between the halves, then back.
 
     Args:
-        num_packs: buffers that the tensors of one dtype are packed into; 0 packs nothing.
+        num_packs: buffers that the tensors of one dtype are packed into, at least; 0 packs nothing.
 
     Raises:
         ValueError: ``num_packs`` is negative.
@@ -261,10 +278,14 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
         if len(buffers) < 2:
             return buffers
         middle = (len(buffers) + 1) // 2
-        leaders = [_add_in_order(_on_first(half)) for half in (buffers[:middle], buffers[middle:])]
+        leaders = [_add_in_order(_on_device(half, half[0].device)) for half in (buffers[:middle], buffers[middle:])]
         total = leaders[0] + leaders[1].to(leaders[0].device)
         second = total.to(leaders[1].device)
         return [(total if i < middle else second).to(buffer.device, copy=True) for i, buffer in enumerate(buffers)]
+
+
+#: Those whose ways with many tensors are known; a subclass may have its own.
+_PACKED = (NcclAllReduce, HierarchicalCopyAllReduce)
 
 
 def sum_gradients(
@@ -289,10 +310,10 @@ def sum_gradients(
     """
     sums = [list(row) for row in rows]
     in_place: list[int] = []
-    if True in may_overwrite and _adds_in_order(ops, destinations):
+    if True in may_overwrite and (type(ops) in _PACKED or _adds_in_order(ops, destinations)):
         in_place = [k for k, may in enumerate(may_overwrite) if may]
     if in_place:
-        _sum_in_place([[row[k] for k in in_place] for row in rows])
+        _sum_in_place(ops, [[row[k] for k in in_place] for row in rows], options.bucket_bytes)
     if len(in_place) < len(may_overwrite):
         rest = sorted(set(range(len(may_overwrite))) - set(in_place))
         pairs = [(PerReplica([row[k] for row in rows]), destinations) for k in rest]
@@ -302,7 +323,7 @@ def sum_gradients(
     return sums
 
 
-def _sum_in_place(rows: Sequence[list[Tensor]]) -> None:
+def _sum_in_place(ops: CrossDeviceOps, rows: Sequence[list[Tensor]], bucket_bytes: int) -> None:
     total, *others = rows
     shapes, dtypes = [part.shape for part in total], [part.dtype for part in total]
     are_alike = torch.bool not in dtypes
@@ -311,10 +332,18 @@ def _sum_in_place(rows: Sequence[list[Tensor]]) -> None:
     if not are_alike:
         for parts in zip(*rows, strict=True):
             _check_tensors(PerReplica(list(parts)))
-    for row in others:
-        torch._foreach_add_(total, [part.to(sum_.device) for part, sum_ in zip(row, total, strict=True)])
-    for row in others:
-        torch._foreach_copy_(row, total)
+    if isinstance(ops, _PackedAllReduce):
+        for dtype in dict.fromkeys(dtypes):
+            ops.sum_in_place([[part for part in row if part.dtype is dtype] for row in rows], bucket_bytes)
+        return
+    if len({row[0].device for row in rows}) == 1:  # nothing is copied before it is added
+        bucket_bytes = sum([part.nbytes for part in total])
+    for bucket in plan_buckets(total, bucket_bytes):
+        sums = [total[k] for k in bucket]
+        for row in others:
+            torch._foreach_add_(sums, _on_device([row[k] for k in bucket], sums[0].device))
+        for row in others:
+            torch._foreach_copy_([row[k] for k in bucket], sums)
 
 
 def _adds_in_order(ops: CrossDeviceOps, destinations: Devices) -> bool:
@@ -363,15 +392,6 @@ def _add_in_order(tensors: list[Tensor]) -> Tensor:
 def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     # A copy to the host that does not block is read before it is there.
     return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]
-
-
-def _on_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return _on_device(tensors, tensors[0].device)
-
-
-def _sum_and_copy(buffers: list[Tensor]) -> list[Tensor]:
-    total = _add_in_order(_on_first(buffers))
-    return [total.to(buffer.device, copy=True) for buffer in buffers]
 
 
 def _copies(tensor: Tensor, destinations: Devices) -> Mirrored:

@@ -34,6 +34,7 @@ __all__ = [
     "memory_order",
     "pack",
     "plan_buckets",
+    "plan_packs",
     "split_into_packs",
     "sum_columns",
     "sum_in_order",
@@ -196,6 +197,13 @@ def split_into_packs(count: int, num_packs: int) -> list[range]:
     packs = max(1, min(num_packs, count))
     bounds = [count * i // packs for i in range(packs + 1)]
     return [range(bounds[i], bounds[i + 1]) for i in range(packs)]
+
+
+def plan_packs(tensors: Sequence[Tensor], num_packs: int, bucket_bytes: int) -> list[list[int]]:
+    """Group the positions of tensors into ``num_packs`` packs, or one for each if that is 0, and these into buckets."""
+    packs = split_into_packs(len(tensors), num_packs or len(tensors))
+    buckets = [(part, plan_buckets([tensors[i] for i in part], bucket_bytes)) for part in packs]
+    return [[part[k] for k in bucket] for part, found in buckets for bucket in found]
 
 
 _NARROW = (torch.float16, torch.bfloat16)

@@ -687,9 +687,8 @@ def _warn_of_one_way_out(placement: Placement, num_processes: int) -> None:
 
 
 def _default_ops(placement: Placement) -> CrossDeviceOps:
-    if len(placement.devices) > 1 and all(kind_of(device).collectives == "nccl" for device in placement.devices):
-        return NcclAllReduce()
-    return ReductionToOneDevice()
+    have_own_memory = all(device.type != "cpu" and not kind_of(device).is_traced for device in placement.devices)
+    return NcclAllReduce() if len(placement.devices) > 1 and have_own_memory else ReductionToOneDevice()
 
 
 def _mixing(current: Any, other: Any) -> NoReturn:
