@@ -129,7 +129,8 @@ def _send(row: list[Any], device: torch.device) -> _Arrival | None:
     stream = _side_stream(device)
     with module.stream(stream):
         for i in moving:
-            # torch keeps pinned memory until the copies from it are done, and reads other memory before it returns
+            # torch keeps pinned memory until the copies from it are done, then gives it to the next element that is
+            # pinned, and reads other memory before it returns
             row[i] = _pinned(row[i], device).to(device, non_blocking=True)
     return _Arrival([row[i] for i in moving], device, stream.record_event())
 
