@@ -38,8 +38,9 @@ SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(layouts.ROOT),
+    "PYTHONPATH": os.pathsep.join([str(layouts.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
+NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
 def leave_network():
@@ -61,10 +62,9 @@ def cluster():
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster  # noqa: PLC0415 - its import reads the variables
 
-        node = {"num_cpus": 1, "object_store_memory": 80_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         try:
-            cluster.add_node(**node)
+            cluster.add_node(**NODE)
             patch.setenv("RAY_ADDRESS", cluster.address)
             yield cluster
         finally:
@@ -106,31 +106,77 @@ def weights(place):
 
 def test_a_copy_of_the_recipe_loses_a_worker_and_a_node(cluster, tmp_path, monkeypatch):
     """All are named, and the weights are those of one replica that loses nothing."""
-    images = layouts.write_images(tmp_path / "images.npz", num_train=930)
-    shutil.copy(layouts.RECIPES / "ray_train.py", tmp_path)
-    shutil.copy(layouts.ROOT / "conf" / "ray_train.yaml", tmp_path)
-    options = ["dtype=float64", "global_batch_size=100", "epochs=8", "report_every=4", f"data={images}"]
-    lines, (node,) = [], [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
-    with start(tmp_path, "ray_train.py", *options, "kill_at_step=10") as process:
-        try:
-            for line in process.stdout:
-                lines.append(line)
-                reported = re.search(r"'steps': (\d+)", line)
-                if node and reported and int(reported[1]) >= 20:
-                    cluster.remove_node(node, allow_graceful=False)
-                    node = None
-        finally:
-            process.kill()
-    output = "".join(lines)
-    assert process.returncode == 0, output
+    options = copy_recipe(tmp_path, epochs=8)
+    (node,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+    output = train(tmp_path, [*options, "kill_at_step=10"], lambda: cluster.remove_node(node, allow_graceful=False))
     assert "(Ray Train has set torchrun's variables (RANK=0, WORLD_SIZE=2))" in output
     assert "Rank 1 does not answer: its process has died" in output
     assert re.findall(r"Started training worker group of size (\d)", output) == ["2", "2", "1"]
     assert re.search("^Trained, steps: 80, epochs: 8, loss: ", output, re.MULTILINE), output
-    (*_, last) = sorted(
-        path.parent for path in (tmp_path / "outputs" / "ray_train" / "training").glob("checkpoint_*/training.pt")
+    compare_with_one_replica(tmp_path, options, monkeypatch)
+
+
+def test_a_copy_of_the_recipe_grows_when_a_node_comes(cluster, tmp_path, monkeypatch):
+    for node in cluster.list_all_nodes():
+        if node is not cluster.head_node:
+            cluster.remove_node(node)
+    options = copy_recipe(tmp_path, epochs=30)
+    output = train(
+        tmp_path, [*options, "workers.elastic_resize_monitor_interval_s=1"], lambda: cluster.add_node(**NODE)
     )
-    expected = of_one_replica(tmp_path, options, monkeypatch)
+    assert re.findall(r"Started training worker group of size (\d)", output) == ["1", "2"]
+    assert re.search("^Trained, steps: 300, epochs: 30, loss: ", output, re.MULTILINE), output
+    compare_with_one_replica(tmp_path, options, monkeypatch)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hydra_plugins") is None, reason="needs hydra-ray-launcher")
+def test_a_sweep_runs_as_tasks(cluster, tmp_path):
+    images = layouts.write_images(tmp_path / "images.npz", num_train=64)
+    shutil.copy(layouts.RECIPES / "custom_loop.py", tmp_path)
+    shutil.copy(layouts.ROOT / "conf" / "custom_loop.yaml", tmp_path)
+    options = ["-m", "hydra/launcher=ray", "seed=0,1", "epochs=1", "tune=false", f"data={images}"]
+    options.append("+hydra.launcher.ray.init.object_store_memory=null")  # what the plugin asks for of a Ray of its own
+    with start(tmp_path, "custom_loop.py", *options) as process:
+        try:
+            output, _ = process.communicate(timeout=200)
+        finally:
+            process.kill()
+    assert process.returncode == 0, output
+    assert "Connecting to existing Ray cluster" in output
+    assert output.count("Number of replicas: 1") == 2, output
+
+
+def copy_recipe(folder, epochs):
+    """Copy the recipe with its configuration; return what it is told, but for what happens to it."""
+    images = layouts.write_images(folder / "images.npz", num_train=930)
+    shutil.copy(layouts.RECIPES / "ray_train.py", folder)
+    shutil.copy(layouts.ROOT / "conf" / "ray_train.yaml", folder)
+    return ["dtype=float64", "global_batch_size=100", f"epochs={epochs}", "report_every=4", f"data={images}"]
+
+
+def train(folder, options, at_step_20):
+    """Run the recipe and call a function after a report of 20 steps or more; return what the program prints."""
+    lines, has_come = [], False
+    with start(folder, "ray_train.py", *options) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                reported = re.search(r"'steps': (\d+)", line)
+                if not has_come and reported and int(reported[1]) >= 20:
+                    has_come = True
+                    at_step_20()
+        finally:
+            process.kill()
+    output = "".join(lines)
+    assert process.returncode == 0, output
+    return output
+
+
+def compare_with_one_replica(folder, options, monkeypatch):
+    (*_, last) = sorted(
+        path.parent for path in (folder / "outputs" / "ray_train" / "training").glob("checkpoint_*/training.pt")
+    )
+    expected = of_one_replica(folder, options, monkeypatch)
     for name, value in weights(last).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
 
