@@ -172,10 +172,10 @@ def native_strategy(devices=None, overlap=False):
     return strategy, routes.accelerators["cpu"]
 
 
-def train_natively(devices: list[str] | None, net: str) -> tuple[dict[str, Tensor], list[int]]:
+def train_natively(devices: list[str] | None) -> tuple[dict[str, Tensor], list[int]]:
     """Train as ``train``; return also the bytes of what was gathered for each pass."""
     strategy, native = native_strategy(devices)
-    return train(strategy, net), native.sent
+    return train(strategy), native.sent
 
 
 def records_of_steps(is_native: bool, overlap: bool, num_layers: int) -> list[int]:
@@ -225,3 +225,16 @@ def error_of_a_pass_on_one_rank(change: str) -> tuple[str, bool]:
     except ts.errors.DisagreementError as error:
         return str(error), torch.equal(before, linear.weight)
     return "no error", False
+
+
+def error_of_other_channels() -> str:
+    """Return what a rank raises if rank 1 calls a layer with fewer channels."""
+    strategy = strategy_for(None)
+    with strategy.scope():
+        layers = [ts.nn.SyncBatchNorm(channels) for channels in (4, 3)]
+    channels = 4 - strategy.workers.rank
+    try:
+        strategy.run(lambda: layers[strategy.workers.rank](torch.ones(2, channels)))
+    except ts.errors.InvalidArgumentError as error:
+        return str(error)
+    return "no error"

@@ -17,6 +17,7 @@ from tests.gradients.sync_batch_norm_programs import (
     Reentrant,
     dense_net,
     error_of_a_pass_on_one_rank,
+    error_of_other_channels,
     fit,
     gradient_penalty,
     largest_difference,
@@ -269,12 +270,11 @@ def test_classes_and_files_are_plain():
 
 @pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
 def test_a_native_backend_carries_one_row_of_each_replica(devices, process_pool):
-    expected = train([], "conv")
-    for actual, sent in process_pool(2).run(train_natively, devices, "conv"):
+    expected = train([])
+    for actual, sent in process_pool(2).run(train_natively, devices):
         assert largest_difference(expected, actual) < 1e-10
         row = 8 * len(devices or [None])  # of float64
-        a_step = [row * size for size in (2 * 4 + 1, 2 * 3 + 1, 2 * 3, 2 * 4)]
-        assert sent == a_step * (len(sent) // 4)
+        assert sent == [row * (2 * 4 + 1), row * 2 * 4] * (len(sent) // 2)
 
 
 @pytest.mark.parametrize(("is_native", "overlap", "more"), [(False, False, 4), (True, False, 0), (True, True, 4)])
@@ -283,6 +283,11 @@ def test_no_message_comes_before_the_rows_of_a_native_backend(is_native, overlap
     one, three = (process_pool(2).run(records_of_steps, is_native, overlap, number)[0] for number in (1, 3))
     assert [b - a for a, b in zip(one, three, strict=True)] == [more] * 4
     assert one[0] > one[-1]
+
+
+def test_other_channels_on_a_rank_are_named(process_pool):
+    for message in process_pool(2).run(error_of_other_channels):
+        assert re.search(r"SyncBatchNorm, ranks \d and \d: .*\(1, \d\) torch.float32 and \(1, \d\)", message), message
 
 
 @pytest.mark.parametrize(
