@@ -203,7 +203,7 @@ class _PackedAllReduce(CrossDeviceOps):
     def broadcast_implementation(self, tensor: Tensor, destinations: Devices) -> Mirrored:
         return _copies(tensor, destinations)
 
-    def sum_in_place(self, rows: Sequence[list[Tensor]], bucket_bytes: int) -> None:
+    def _sum_in_place(self, rows: Sequence[list[Tensor]], bucket_bytes: int) -> None:
         """Write the sums of the replicas' tensors, of one dtype, to these; packs one bucket at a time."""
         for bucket in plan_packs(rows[0], self.num_packs, bucket_bytes):
             columns = [[row[k] for k in bucket] for row in rows]
@@ -334,7 +334,7 @@ def _sum_in_place(ops: CrossDeviceOps, rows: Sequence[list[Tensor]], bucket_byte
             _check_tensors(PerReplica(list(parts)))
     if isinstance(ops, _PackedAllReduce):
         for dtype in dict.fromkeys(dtypes):
-            ops.sum_in_place([[part for part in row if part.dtype is dtype] for row in rows], bucket_bytes)
+            ops._sum_in_place([[part for part in row if part.dtype is dtype] for row in rows], bucket_bytes)
         return
     if len({row[0].device for row in rows}) == 1:  # nothing is copied before it is added
         bucket_bytes = sum([part.nbytes for part in total])
