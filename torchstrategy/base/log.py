@@ -172,10 +172,11 @@ def warning_once(message: str) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to an error; before Python 3.11, which knows no notes, to the log."""
+    """Add a line to an error; before Python 3.11, whose tracebacks don't show notes, to the log as well."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
         logger.info(note)  # the program may catch the error
 
 
