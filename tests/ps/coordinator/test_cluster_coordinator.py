@@ -223,7 +223,7 @@ def test_error_is_raised_once_and_cancels(coordinator, method):
     call = functools.partial(coordinator.schedule, add, (1,)) if method == "schedule" else getattr(coordinator, method)
     with pytest.raises(KeyError, match="first") as info:
         wait_until(call)  # until what still runs has ended, done() says False
-    notes = "\n".join(info.value.__notes__)
+    notes = "\n".join([*info.value.__notes__, str(info.value.__cause__)])  # which has it before Python 3.11
     assert "raised in fail, which /job:worker/task:" in notes
     assert "raise KeyError(message)" in notes
     coordinator.join()

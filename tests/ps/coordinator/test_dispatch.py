@@ -147,7 +147,7 @@ def test_error_of_a_closure():
     fake.peers[1].done("late")
     with pytest.raises(ZeroDivisionError, match="by zero") as info:
         fake.queue.join()
-    notes = "\n".join(info.value.__notes__)
+    notes = "\n".join([*info.value.__notes__, str(info.value.__cause__)])  # which has it before Python 3.11
     assert "train_step, which /job:worker/task:0 at 127.0.0.1:0 ran" in notes
     assert "ZeroDivisionError: by zero" in notes  # the traceback there
     assert results[1].fetch() == "late"
