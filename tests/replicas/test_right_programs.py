@@ -1,6 +1,7 @@
 """Programs that plain torch accepts train with several replicas, or are refused with a sentence."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -88,10 +89,103 @@ def test_a_scripted_module_is_refused_on_several():
         programs.scripted(devices(2))
 
 
-def test_a_sharded_model_is_refused_by_name(process_pool):
-    for text in process_pool(2).run(programs.sharded_model):
-        assert "DTensor" in text
-        assert "fully_shard" in text
+# FSDP2: parameters that torch has divided between the processes.
+
+
+def check_as_one(process_pool, program, *args, **kwargs):
+    expected = program(devices(1), *args, **kwargs)
+    for result in process_pool(2).run(program, None, *args, **kwargs):
+        assert torch.allclose(result, expected, rtol=0, atol=1e-6 if kwargs.get("variant") == "float" else 1e-10)
+
+
+def test_fsdp_trains_as_one_replica_does(process_pool):
+    check_as_one(process_pool, programs.divided, variant="penalty", number=13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["", "penalty", "accumulated", "no sync", "float"])
+@pytest.mark.parametrize("kind", ["all", "mixed", "copies"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_fsdp_trains_as_one_replica_does_in_all_ways(make, kind, variant, process_pool):
+    check_as_one(process_pool, programs.divided, kind, make, variant=variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["clipped", "scaler"])
+def test_fsdp_is_clipped_and_scaled_as_one_replica_is(variant, process_pool):
+    check_as_one(process_pool, programs.divided, variant=variant)
+
+
+@pytest.mark.slow
+def test_states_that_fsdp_has_divided_are_not_divided_again(process_pool):
+    expected = programs.divided(devices(1))
+    for result in process_pool(2).run(programs.divided, None, shard_optimizer_states=True):
+        assert torch.allclose(result, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_buffers_beside_fsdp_are_averaged(process_pool):
+    expected, _ = process_pool(2).run(programs.divided, None, "whole", variant="batch norm", number=24)
+    for result in process_pool(2).run(programs.divided, None, "mixed", variant="batch norm", number=24):
+        assert torch.allclose(result, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "mixed"])
+def test_fsdp_fits_as_one_replica_does(kind, process_pool):
+    check_as_one(process_pool, programs.fitted_divided, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "mixed"])
+def test_a_checkpoint_of_fsdp_is_that_of_one_replica(kind, process_pool, tmp_path):
+    def saved(file, start, restored=None):
+        return start(programs.saved_divided, kind, str(tmp_path / file), restored)
+
+    def divided(program, *args):
+        return process_pool(2).run(program, None, *args)
+
+    def alone(program, *args):
+        return program(devices(1), *args)
+
+    (first, of_chief), (_, of_other) = saved("divided", divided)
+    expected, of_one = saved("whole", alone)
+    assert torch.allclose(first, expected, rtol=0, atol=1e-10)
+    content = torch.load(tmp_path / "divided.pt", weights_only=True)["objects"]  # plain tensors
+    assert content["model"]["state"]["first.weight"].shape == (5, 3)
+    assert of_chief == of_one
+    assert of_other < of_one / 2  # what it doesn't write it doesn't keep
+    expected, _ = saved("whole-2", alone, str(tmp_path / "whole"))
+    for restored in ("divided", "whole"):
+        assert torch.allclose(saved("a", alone, str(tmp_path / restored))[0], expected, rtol=0, atol=1e-10)
+        for result, _ in saved("b", divided, str(tmp_path / restored)):
+            assert torch.allclose(result, expected, rtol=0, atol=1e-10)
+
+
+def test_a_part_of_a_dtensor_is_not_saved(process_pool):
+    for text in process_pool(2).run(programs.part_of_a_dtensor):
+        assert "state['weight'] is a DTensor, of which this process has a part only" in text
+        assert "torch.distributed.checkpoint" in text
+
+
+@pytest.mark.slow
+def test_means_that_fsdp_would_add_up_are_warned_of(process_pool):
+    for of_sum, of_mean in process_pool(2).run(programs.warned_of_means):
+        assert of_sum == []
+        assert "is a mean over this replica's share" in of_mean[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "text"),
+    [
+        ("tensor parallel", None, "DTensor that `fully_shard` .FSDP2. does not manage.*every replica.*has data of its"),
+        ("one", None, "a data-parallel mesh of 1 processes, but the strategy has 2 replicas.*Give it all of them"),
+        ("all", ["cpu:0", "cpu:1"], "`fully_shard` .FSDP2.*several replicas.*Start a process for each device"),
+    ],
+)
+def test_dtensors_that_nobody_sums_are_refused(kind, own, text, process_pool):
+    for message in process_pool(2).run(programs.refused_dtensors, kind, own):
+        assert re.search(text, message), message
 
 
 def test_a_number_of_devices():

@@ -363,7 +363,7 @@ class Checkpoint(Group):
         self._finish()
         put = self._background.timed(put)
         strategy._before_capture()
-        capture_states = capture_together(tracked, strategy)  # after it they report what went wrong
+        capture_states = capture_together(tracked, strategy, path)  # after it they report what went wrong
 
         def capture() -> dict[str, Any]:
             with spilled_to(os.path.dirname(path)):

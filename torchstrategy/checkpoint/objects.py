@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchstrategy.base.context import get_strategy
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
+from torchstrategy.checkpoint.process_reports import is_writer
 from torchstrategy.checkpoint.tracked import (
     Group,
     Plan,
@@ -22,6 +23,8 @@ from torchstrategy.checkpoint.tracked import (
     TrackedTensor,
     TrackedVariable,
     check_tensor,
+    divided_as,
+    gathered,
     no_shape_message,
     to_plain,
 )
@@ -31,8 +34,9 @@ from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.metric_states import MetricState
 from torchstrategy.replicas.mirrored import bodies, opened
+from torchstrategy.replicas.module_tensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.on_read import SyncOnReadVariable
-from torchstrategy.replicas.record import owner
+from torchstrategy.replicas.record import optimizer_parameters, owner
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
@@ -91,7 +95,7 @@ class TrackedModule(Tracked):
 
     @property
     def is_collective(self) -> bool:
-        return any(isinstance(value, SyncOnReadVariable) for value in self._state().values())
+        return any(isinstance(value, SyncOnReadVariable) or is_dtensor(value) for value in self._state().values())
 
     def capture(self, strategy: Any) -> Any:
         state = self._state()
@@ -117,6 +121,8 @@ class TrackedModule(Tracked):
         }
 
         def apply() -> None:
+            for key, value in values.items():
+                values[key] = divided_as(value, own[key])
             self.obj.load_state_dict(values, strict=False)
             for variable in variables:
                 variable.apply()
@@ -132,8 +138,8 @@ class TrackedModule(Tracked):
         return [f"{self.name}.{uncompiled_name(key)}" for key in self._state()]
 
     def _capture(self, key: str, value: Any, strategy: Any) -> Any:
-        name = f"{self.name}.{key}"
-        return TrackedVariable(name, value).capture(strategy) if isinstance(value, Variable) else to_plain(value, name)
+        tracked = TrackedVariable if isinstance(value, Variable) else TrackedTensor
+        return tracked(f"{self.name}.{key}", value).capture(strategy)
 
     def _state(self) -> Any:
         """Return the module's ``state_dict`` with its variables in place of their values."""
@@ -185,13 +191,15 @@ class TrackedOptimizer(Tracked):
 
     @property
     def is_collective(self) -> bool:
-        return shard_of(bodies(self.obj)[0]) is not None
+        optimizer = bodies(self.obj)[0]
+        return shard_of(optimizer) is not None or any(map(is_dtensor, optimizer_parameters(optimizer)))
 
     def capture(self, strategy: Any) -> Any:  # noqa: ARG002
         shapes = self._shapes()
         if any(None in group for group in shapes):
             raise ValueError(no_shape_message(f"A parameter of {self.name}"))
-        return {"class": self._class_name(), "shapes": shapes, "state": to_plain(self.obj.state_dict(), self.name)}
+        state = to_plain(gathered(self.obj.state_dict()), self.name)
+        return {"class": self._class_name(), "shapes": shapes, "state": state}
 
     def plan(self, state: Any, strategy: Any) -> Plan:  # noqa: ARG002
         if state["class"] != self._class_name():
@@ -218,7 +226,14 @@ class TrackedOptimizer(Tracked):
             {**saved, **{key: own[key] for key in _WAYS if key in own}}
             for saved, own in zip(state["param_groups"], self.obj.param_groups, strict=True)
         ]
-        return {**state, "param_groups": groups}
+        values, parameters = state["state"], optimizer_parameters(self.obj)
+        if any(map(is_dtensor, parameters)):
+            own = dict(zip([number for group in groups for number in group["params"]], parameters, strict=True))
+            values = {
+                number: {name: divided_as(value, own[number]) for name, value in known.items()}
+                for number, known in values.items()
+            }
+        return {**state, "state": values, "param_groups": groups}
 
     def _class_name(self) -> str:
         return type(bodies(self.obj)[0]).__name__
@@ -321,13 +336,23 @@ def track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
     return {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
 
 
-def capture_together(tracked: Mapping[str, Tracked], strategy: Any) -> Callable[[], dict[str, Any]]:
+def capture_together(tracked: Mapping[str, Tracked], strategy: Any, path: str) -> Callable[[], dict[str, Any]]:
     """Do what all processes must do together to capture objects, before they write one after another.
+
+    Args:
+        tracked: the objects.
+        strategy: their strategy.
+        path: the file that this process writes, if it is the chief or no other does; else it keeps no other's parts.
 
     Returns:
         A function for the process that writes. It captures the others, and returns all states by name.
     """
-    states = {name: item.capture(strategy) for name, item in tracked.items() if item.is_collective}
+    together = {name: item for name, item in tracked.items() if item.is_collective}
+    token = keeps_parts.set(not together or is_writer(strategy, path))
+    try:
+        states = {name: item.capture(strategy) for name, item in together.items()}
+    finally:
+        keeps_parts.reset(token)
     return lambda: {name: states[name] if name in states else item.capture(strategy) for name, item in tracked.items()}
 
 

@@ -10,7 +10,7 @@ from torchstrategy import errors
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.storage import absolute
 
-__all__ = ["WriteFailedError", "agree_on_restore", "agree_on_write", "begin_together", "write_together"]
+__all__ = ["WriteFailedError", "agree_on_restore", "agree_on_write", "begin_together", "is_writer", "write_together"]
 
 
 class WriteFailedError(RuntimeError):
@@ -36,6 +36,15 @@ def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
         strategy._take_up_new()  # before the first run the others' initial values are still their own
         failure = _failure_of(write) if place != place_of_chief else None
         _raise_first(strategy.workers.exchange(operation, [place, *_describe_write(failure)]), failure)
+
+
+def is_writer(strategy: Any, path: str) -> bool:
+    """Say whether this process writes a checkpoint: it is the chief, or has a path of its own. Every process asks."""
+    if strategy.workers is None:
+        return True
+    place = absolute(path)
+    places = strategy.workers.exchange(f"gathering for checkpoint {os.path.basename(path)}", place)
+    return bool(strategy.is_chief or place != places[0])
 
 
 def begin_together(strategy: Any, path: str, begin: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from torchstrategy import errors
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.base.values import RemoteTensor
+from torchstrategy.replicas.module_tensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "TrackedTensor",
     "TrackedVariable",
     "check_tensor",
+    "divided_as",
+    "gathered",
     "no_shape_message",
     "to_plain",
     "walk",
@@ -46,11 +49,17 @@ def to_plain(value: Any, name: str) -> Any:
         name: what error messages call it.
 
     Raises:
-        TypeError: it holds something else than tensors, numbers, strings and the like.
+        TypeError: it holds something else than whole tensors, numbers, strings and the like.
         ValueError: a tensor has no shape yet.
     """
     if is_lazy(value):
         raise ValueError(no_shape_message(name))
+    if is_dtensor(value):
+        raise TypeError(
+            f"{name} is a DTensor, of which this process has a part only. Give ts.train.Checkpoint the module, the "
+            "optimizer or the tensor itself, or call save_weights, which gather all parts; or save by "
+            "torch.distributed.checkpoint, on every process."
+        )
     if isinstance(value, Tensor):
         return _plain_tensor(value)
     if isinstance(value, np.generic):
@@ -68,6 +77,37 @@ def to_plain(value: Any, name: str) -> Any:
         f"{name} is a {type(value).__name__}, which a checkpoint can't hold: it holds tensors, numbers, strings, None, "
         "and dicts, lists, tuples and sets of these. Return such values from state_dict()."
     )
+
+
+def gathered(value: Any) -> Any:
+    """Return a structure with whole tensors, in the host's memory, for its DTensors; every process calls this.
+
+    Args:
+        value: a tensor, or dicts of them in any depth.
+
+    Returns:
+        The structure; where ``keeps_parts`` is false, with empty tensors.
+    """
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, gathered(item)) for key, item in value.items())
+    if not is_dtensor(value):
+        return value
+    whole = value.detach().full_tensor()
+    return whole.cpu() if keeps_parts.get() else whole.new_empty(0)
+
+
+def divided_as(value: Any, own: Any) -> Any:
+    """Return this process's part of a value that all processes have, as a DTensor laid out as another tensor is.
+
+    Args:
+        value: is returned as it is unless it is a tensor of the other's shape.
+        own: the other tensor; values stay whole if it is no DTensor.
+    """
+    if not is_dtensor(own) or not isinstance(value, Tensor) or value.shape != own.shape:
+        return value
+    distribute = torch.distributed.tensor.distribute_tensor  # its module is there if there is a DTensor
+    # Without a source nothing is sent.
+    return distribute(value, own.device_mesh, own.placements, src_data_rank=None).to(own.device)
 
 
 def no_shape_message(name: str) -> str:
@@ -176,9 +216,14 @@ def walk(name: str, value: Any, parents: tuple[Any, ...] = ()) -> Iterator[tuple
 class TrackedTensor(Tracked):
     """A tensor or parameter, restored in place."""
 
+    @property
+    @override
+    def is_collective(self) -> bool:
+        return is_dtensor(self.obj)
+
     @override
     def capture(self, strategy: Any) -> Any:
-        return to_plain(self.obj, self.name)
+        return to_plain(gathered(self.obj), self.name)
 
     @override
     def plan(self, state: Any, strategy: Any) -> Plan:
@@ -187,7 +232,7 @@ class TrackedTensor(Tracked):
 
     def _copy(self, value: Tensor) -> None:
         with torch.no_grad():
-            self.obj.copy_(value)
+            self.obj.copy_(divided_as(value, self.obj))
 
 
 class TrackedVariable(TrackedTensor):

@@ -77,10 +77,11 @@ def save_model(
         )
     strategy = strategy_of(model)
     require_cross_replica("Model.save")
-    capture = capture_weights(model, strategy)
+    capture = capture_weights(model, strategy, path)
     trainer = trainer_of(model)
     parts = _stateful_parts(trainer) if trainer.is_compiled else {}
-    capture_training = capture_together({name: track_object(name, obj) for name, obj in parts.items()}, strategy)
+    tracked = {name: track_object(name, obj) for name, obj in parts.items()}
+    capture_training = capture_together(tracked, strategy, os.fspath(path))
 
     def write(file: str) -> None:
         with spilled_to(os.path.dirname(file)):

@@ -126,7 +126,7 @@ class StepState:
     is_checked: bool = False
     labels_on_host: Sequence[Any] = ()
     tracked: list[Tensor] = field(default_factory=list)
-    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
 _PLAIN = StepState()
@@ -173,7 +173,7 @@ def run_windows(
             batches = window if device is None else [_moved(batch, device) for batch in window]
             batches = batches if prepare is None else [prepare(batch) for batch in batches]
             with contextlib.nullcontext() if divide is None else divide(number, list(batches)):
-                gradients: list[tuple[Tensor, int]] = []
+                gradients: list[tuple[Tensor, Tensor, int]] = []
                 for i, (batch, data) in enumerate(zip(window, batches, strict=True)):
                     context._work_on(batch)
                     is_last = i == len(window) - 1

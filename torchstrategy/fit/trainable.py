@@ -217,8 +217,8 @@ class TrainableModule(nn.Module):
         (loss if scaler is None else scaler.scale(loss)).backward()
         if not state.is_last:
             if state.method:
-                grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-                state.gradients[:] = [(grad, grad._version) for grad in grads]
+                kept = [(parameter, parameter.grad) for parameter in self.parameters()]
+                state.gradients[:] = [(of, grad, grad._version) for of, grad in kept if grad is not None]
             return
         clips = type(self).clip_gradients is not TrainableModule.clip_gradients
         if scaler is not None:
@@ -235,10 +235,9 @@ class TrainableModule(nn.Module):
             optimizer.step()
         optimizer.zero_grad()  # at once, so that gradients take no memory during the next forward pass
 
-    def _check_kept(self, gradients: list[tuple[Tensor, int]]) -> None:
+    def _check_kept(self, gradients: list[tuple[Tensor, Tensor, int]]) -> None:
         """Check that what the batches before have added is there as it was."""
-        grads = {id(parameter.grad) for parameter in self.parameters()} if gradients else set()
-        if any(id(grad) not in grads or grad._version != version for grad, version in gradients):
+        if any(of.grad is not grad or grad._version != version for of, grad, version in gradients):
             raise RuntimeError(
                 "The gradients of the batches before this one were cleared or changed, which make one optimizer step "
                 "with it, by compile(gradient_accumulation_steps=) or ElasticTraining(max_replica_batch_size=). Leave "

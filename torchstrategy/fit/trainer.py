@@ -19,6 +19,7 @@ from torchstrategy.fit.steps import FitPosition, current_step
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.mirrored import bodies, resolve
+from torchstrategy.replicas.module_tensors import reshard
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Trainer:
             metrics = CompiledMetrics(arguments["metrics"], arguments["weighted_metrics"], loss)
             optimizer = None
             if arguments["optimizer"] is not None:
+                reshard([model])
                 optimizer = make_optimizer(arguments["optimizer"], list(model.parameters()))
                 if counts["gradient_accumulation_steps"] > 1:
                     optimizer.register_step_pre_hook(_refuse_early_step)
@@ -168,6 +170,7 @@ class Trainer:
         """
         if self.optimizer is None or isinstance(resolve(self.arguments["optimizer"]), torch.optim.Optimizer):
             return
+        reshard([model])
         own = {id(parameter) for parameter in model.parameters()}
         old = sum(id(parameter) not in own for group in self.optimizer.param_groups for parameter in group["params"])
         if old:

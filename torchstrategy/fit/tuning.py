@@ -22,7 +22,8 @@ from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.optimizers.by_name import plain_class
 from torchstrategy.patches import keep_freed_memory
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.replicas.record import owner
+from torchstrategy.replicas.module_tensors import is_dtensor
+from torchstrategy.replicas.record import optimizer_parameters, owner
 
 __all__ = ["tune", "tune_for_fit"]
 
@@ -129,7 +130,7 @@ def _has_plain_weight(module: nn.Module) -> bool:
     if not isinstance(module, _CONVOLUTIONS):
         return False
     weight = bodies(module)[0]._parameters.get("weight")
-    return weight is not None and not is_lazy(weight) and weight.is_floating_point()
+    return weight is not None and not is_lazy(weight) and weight.is_floating_point() and not is_dtensor(weight)
 
 
 def _turned(weight: Tensor) -> Tensor:
@@ -175,7 +176,9 @@ def _align_steps(optimizer: Optimizer) -> None:
 def _fuse(optimizer: Optimizer) -> bool:
     """Make an optimizer's steps fused, if they can be; say whether they are."""
     copies = bodies(optimizer)
-    if plain_class(type(copies[0])) not in _FUSED:
+    # torch's fused steps don't take DTensors together with other tensors.
+    is_mixed = len(set(map(is_dtensor, optimizer_parameters(copies[0])))) > 1
+    if plain_class(type(copies[0])) not in _FUSED or is_mixed:
         return False
     for group in copies[0].param_groups:
         values = [value for key, value in group.items() if key not in ("params", "lr")]

@@ -104,7 +104,7 @@ def write_weights(model: nn.Module, path: _Path, *, overwrite: bool = True, fenc
     strategy = strategy_of(model)
     name = os.fspath(path)
     becomes_latest = is_listed(name)
-    capture = capture_weights(model, strategy)
+    capture = capture_weights(model, strategy, name)
     iterations = trainer_of(model).iterations if ATTRIBUTE in bodies(model)[0].__dict__ else 0
     about = {"holds": WEIGHTS, "iterations": iterations}
 
@@ -187,14 +187,14 @@ def plain_module(model: nn.Module) -> nn.Module:
     return module if is_wrapper and module is not None else model
 
 
-def capture_weights(model: nn.Module, strategy: Any) -> Callable[[], Any]:
-    """Do what all processes must do together to read a model's weights.
+def capture_weights(model: nn.Module, strategy: Any, path: _Path) -> Callable[[], Any]:
+    """Do what all processes must do together to read a model's weights, before some write them to a file.
 
     Returns:
         A function for the process that writes. It returns the ``state_dict`` as plain data, and raises ``ValueError``
         if that would lack values.
     """
-    capture = capture_together({"model": track_object("model", plain_module(model))}, strategy)
+    capture = capture_together({"model": track_object("model", plain_module(model))}, strategy, os.fspath(path))
     return lambda: _without_attributes(model, capture()["model"])
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from torchstrategy.base.options import VariableSynchronization
 from torchstrategy.gradients.hooks import watch
@@ -18,7 +19,8 @@ from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.sharded_states import ShardedStates, StateShard, shard_of
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.hosting import Hosting
-from torchstrategy.replicas.record import optimizer_parameters
+from torchstrategy.replicas.module_tensors import is_dtensor, leave_to_fsdp
+from torchstrategy.replicas.record import Record, optimizer_parameters
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["ReplicaGradients"]
@@ -29,6 +31,7 @@ class ReplicaGradients:
 
     Args:
         owner: what to call the strategy in messages.
+        record: what the scopes recorded.
         hosting: where the replicas run.
         num_local: replicas of this process that have parameters of their own.
         num_replicas: of the strategy, in all processes.
@@ -40,6 +43,7 @@ class ReplicaGradients:
     def __init__(
         self,
         owner: str,
+        record: Record,
         hosting: Hosting,
         num_local: int,
         num_replicas: int,
@@ -51,19 +55,29 @@ class ReplicaGradients:
         self.ledger = ledger
         self.summer = summer
         self._owner = owner
+        self._record = record
         self._hosting = hosting
         self._num_replicas = num_replicas
         self._parameters: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
         #: For each replica, by id of an optimizer, the ids of the parameters that were found to be the replica's.
         self._checked: list[dict[int, list[int]]] = [{} for _ in range(num_local)]
         self._lock = threading.Lock()  # replicas that run at once may find new parameters
+        #: By id of each DTensor, whose gradients FSDP2 sums, what ends its hook.
+        self._dtensors: dict[int, RemovableHandle] = {}
+        weakref.finalize(self, _remove_all, self._dtensors).atexit = False
 
     def parameters(self, local_id: int) -> Mapping[int, Any]:
         """Return the ids of the parameters of one replica's recorded modules."""
         return self._parameters[local_id]
 
     def refresh(self) -> None:
-        """Look again at which parameters the recorded modules have."""
+        """Look again at which parameters the recorded modules have.
+
+        Raises:
+            TypeError: there are DTensors that nobody sums, see ``leave_to_fsdp``.
+        """
+        if self._num_replicas > 1:
+            leave_to_fsdp(self._record, self._num_replicas)
         if self._num_replicas > 1 and self.ledger.defers:
             watch(self)  # before hooks of parameters keep what passes reach
         with self._lock:
@@ -76,10 +90,22 @@ class ReplicaGradients:
                         if known is None or known() is not tensor:
                             known = weakref.ref(tensor)
                             if self._num_replicas > 1:
-                                self.ledger.watch(tensor, local_id)
+                                self._watch(tensor, local_id)
                         found[id(tensor)] = known
                 self._parameters[local_id] = found
                 self._checked[local_id] = {}
+
+    def _watch(self, parameter: Tensor, local_id: int) -> None:
+        """Hear of a parameter's gradients."""
+        self._dtensors.pop(id(parameter), None)  # of another one, which was there before
+        if not is_dtensor(parameter):
+            self.ledger.watch(parameter, local_id)
+        elif parameter.is_floating_point() or parameter.is_complex():
+            required = parameter.requires_grad
+            parameter.requires_grad_()  # a frozen one may be trained later
+            hook = _of_all_replicas(self._num_replicas)
+            self._dtensors[id(parameter)] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(required)
 
     def take_up(self, objects: Iterable[Any]) -> None:
         """Split the states of the optimizers among some plain objects over the processes, if that is asked for."""
@@ -140,9 +166,10 @@ class ReplicaGradients:
             is_fresh: whether all gradients are this replica's own, whatever they look like.
             uses_applied: whether a sum that a step has used may be used again as it is.
         """
-        shares = context.batch_shares
+        shares, parameters = context.batch_shares, optimizer_parameters(optimizer)
+        own = [parameter for parameter in parameters if id(parameter) not in self._dtensors]
         return GradientSum(
-            optimizer_parameters(optimizer),
+            own,
             context._num_own_examples != 0,
             context,
             None if shares is None else shares.step,
@@ -150,6 +177,7 @@ class ReplicaGradients:
             uses_applied,
             None if self._hosting.run_hooks is not None else optimizer,  # one copy steps for all
             self.shard_of(optimizer),
+            is_divided=len(own) < len(parameters),
         )
 
     def before_backward(self, context: Any, outputs: Any, grad_outputs: Any, *, create_graph: bool) -> None:
@@ -176,3 +204,22 @@ class ReplicaGradients:
         self.ledger.note_computed(context.local_id)
         if mean is not None:
             self.summer.mean_losses.note_computed(mean, gradients)
+
+
+def _of_all_replicas(num_replicas: int) -> Callable[[Tensor], Tensor]:
+    """Return a hook for the gradient that reaches a DTensor past FSDP2, as from a penalty on it outside ``forward``.
+
+    Autograd takes that loss as one that the ranks compute together, and nobody sums over them. So the sum over
+    replicas, all of which compute it alike, is made here.
+    """
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def sum_up(grad: Tensor) -> Tensor:
+        return grad * num_replicas
+
+    return sum_up  # type: ignore[no-any-return]
+
+
+def _remove_all(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()

@@ -31,6 +31,7 @@ from torchstrategy.base.log import call_site, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import copy_in, copy_out, divide, memory_order
 from torchstrategy.errors import DisagreementError
+from torchstrategy.replicas.module_tensors import is_dtensor
 from torchstrategy.replicas.record import optimizer_parameters
 
 __all__ = ["ShardedStates", "StateShard", "classes_to_shard", "describe", "shard_of"]
@@ -81,6 +82,8 @@ def describe(classes: Sequence[type] | None) -> str:
 def _steps_alone(optimizer: Optimizer, classes: Collection[type]) -> bool:
     """Say whether an optimizer's update of a parameter is known to depend on that parameter alone."""
     name = type(optimizer).__name__
+    if any(map(is_dtensor, optimizer_parameters(optimizer))):
+        return False  # FSDP2 has divided the states with the parameters
     if any(group.get("differentiable") for group in optimizer.param_groups):
         warning_once(f"The states of {name} are not split over ranks, because its steps are to be differentiated.")
         return False

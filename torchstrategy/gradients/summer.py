@@ -8,6 +8,7 @@ the processes exchange one record: what they sum, which gradients are there, den
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,7 +51,7 @@ class GradientSum(NamedTuple):
     """What one replica brings to a sum of gradients.
 
     Args:
-        parameters: the optimizer's parameters, in its order.
+        parameters: the optimizer's parameters, in its order, without those that FSDP2 has divided, and sums.
         had_examples: whether the replica's share of the batch was not empty.
         run: the replica's context.
         step: the number of the batch in its iteration, if it is known.
@@ -59,6 +60,7 @@ class GradientSum(NamedTuple):
         optimizer: the replica's, whose hyper-parameters must be the others'; ``None`` if only buffers are summed,
             or one copy steps for all replicas.
         shard: what this rank has of the optimizer's states, if they are split over ranks.
+        is_divided: whether FSDP2 has divided some of the optimizer's parameters.
     """
 
     parameters: list[Tensor]
@@ -69,6 +71,7 @@ class GradientSum(NamedTuple):
     uses_applied: bool = False
     optimizer: Optimizer | None = None
     shard: StateShard | None = None
+    is_divided: bool = False
 
 
 class _Record(NamedTuple):
@@ -162,6 +165,8 @@ class GradientSummer:
         if workers is not None and workers.early_device_types:
             self.early = EarlySums(workers, options.bucket_bytes, ledger)
         self._plans = Plans()
+        #: Of optimizers whose parameters FSDP2 has divided, all of them: plans of none.
+        self._all_divided: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
         #: Looks at the losses that the replicas differentiate.
         self.mean_losses = MeanLossCheck()
         self._num_calls = 0
@@ -183,8 +188,11 @@ class GradientSummer:
             )
         firsts = parts[0].parameters
         plan, looks = self._look_at(parts)
-        slots = self._buffers.candidates(0 if plan is None else plan.number, firsts)
+        # Whose buffers go with divided parameters isn't known: at times their modules show others.
+        slots = self._buffers.candidates(0 if plan is None or parts[0].is_divided else plan.number, firsts)
         found = self._exchange(*self._describe(plan, slots, parts, looks), plan, parts)
+        if plan is None and parts[0].is_divided and (optimizer := parts[0].optimizer) is not None:
+            plan = self._all_divided.setdefault(optimizer, Plan(0, (), ()))
         if plan is not None:
             self._look_at_losses(plan, parts)
         dense, sparse, marked, unmarked, changed, *_ = found.masks

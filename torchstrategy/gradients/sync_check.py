@@ -24,7 +24,7 @@ from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference, may_differ
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.replicas.module_tensors import fingerprints, have_equal_bits
+from torchstrategy.replicas.module_tensors import fingerprints, have_equal_bits, is_dtensor
 from torchstrategy.replicas.record import Record
 
 __all__ = ["check_sync", "compare_between_ranks"]
@@ -165,7 +165,7 @@ def _holdings(record: Record, hosting: Hosting, buffers: BufferSync, workers: Wo
     holdings: list[_Holding] = [{} for _ in range(num_local)]
     for dicts, key in slots:
         first = dicts[0].get(key)
-        if not isinstance(first, Tensor) or may_differ(first) or (id(dicts[0]), key) in waiting:
+        if not isinstance(first, Tensor) or may_differ(first) or (id(dicts[0]), key) in waiting or is_dtensor(first):
             continue
         for holding, own in zip(holdings, dicts, strict=True):
             holding[_unique(holding, names.get(id(first), f"tensor {key!r}"))] = own.get(key)
@@ -190,7 +190,7 @@ def _optimizer_state(optimizer: Optimizer, what: str, names: dict[int, str]) -> 
         for parameter in group["params"]:
             known = names.get(id(parameter), f"parameter {position}")
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, (int, float, bool, Tensor)):
+                if isinstance(value, (int, float, bool, Tensor)) and not is_dtensor(value):
                     yield f"{key!r} of {what} for {known} ({position})", value
             position += 1
 

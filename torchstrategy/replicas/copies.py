@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
+from torchstrategy.replicas.module_tensors import is_dtensor
 from torchstrategy.replicas.object_hooks import SCALARS, copy_parameter_hooks, is_plain
 from torchstrategy.replicas.record import unrecorded
 
@@ -47,7 +48,7 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
 
     Args:
         obj: an object that a scope recorded.
-        swap: whether it must be able to become a facade, too.
+        swap: whether it must be able to become a facade, too, with a copy for each replica of this process.
 
     Raises:
         TypeError: the object is such a thing.
@@ -59,14 +60,13 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
         raise TypeError(
             f"{name} synchronises by itself. Make the plain module in the scope: the strategy sums the gradients."
         )
-    sharded = [key for key, tensor in getattr(obj, "_parameters", {}).items() if is_sharded(tensor)]
-    if sharded:
+    divided = [key for key, tensor in getattr(obj, "_parameters", {}).items() if swap and is_dtensor(tensor)]
+    if divided:
         raise TypeError(
-            f"Parameters of {name} are DTensors, such as {sharded[0]!r}: `fully_shard` (FSDP2) or `parallelize_module` "
-            "has divided them between processes. Every replica of a strategy has whole parameters: make the plain "
-            "module in the scope, without `fully_shard`. If optimizer states are what is too large, make the strategy "
-            "with shard_optimizer_states=True. A model that is too large for one device is trained by FSDP2 without a "
-            "strategy."
+            f"Parameters of {name} are DTensors, such as {divided[0]!r}: `fully_shard` (FSDP2) or `parallelize_module` "
+            "has divided them between processes, but this process has several replicas, each of which needs a copy. "
+            "Start a process for each device, by torchrun or `torchstrategy launch`, in which `fully_shard` is "
+            "understood."
         )
     if isinstance(obj, nn.Module):
         for key, value in [*obj._parameters.items(), *obj._buffers.items()]:
@@ -103,11 +103,6 @@ def check_are_whole(modules: Sequence[nn.Module]) -> None:
                 "same scope in which the module was parametrized, so that it would not be copied for each replica. "
                 "Make the copy in another `with strategy.scope():`, or by its constructor and load_state_dict."
             )
-
-
-def is_sharded(value: Any) -> bool:
-    """Say whether a tensor is a DTensor, a part of which each process has; its module need not be imported for that."""
-    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.") for base in type(value).__mro__)
 
 
 def with_submodules(objects: Sequence[Any]) -> list[Any]:

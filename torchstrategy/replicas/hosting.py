@@ -20,7 +20,7 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
 from torchstrategy.replicas.copies import check_can_be_copied
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables
-from torchstrategy.replicas.module_tensors import Slot
+from torchstrategy.replicas.module_tensors import Slot, is_dtensor, leave_to_fsdp
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
@@ -225,6 +225,7 @@ class DirectHosting(Hosting):
         if self._workers is not None:
             for obj in _without_tensors(self._record.peek_new()):
                 check_can_be_copied(obj)
+            leave_to_fsdp(self._record.peek_new(), self._workers.size)
         new = take_new(self._record, self._workers)
         self._slots = None
         if self._workers is None:
@@ -318,13 +319,13 @@ def _is_new(obj: Any) -> bool:
 
 
 def take_initial_values(objects: Sequence[Any], workers: WorkerGroup) -> None:
-    """Give the parameters and buffers of modules, and new variables, the chief's values."""
+    """Give the parameters and buffers of modules, and new variables, the chief's values, but for DTensors."""
     tensors: dict[int, torch.Tensor] = {}
     variables = [obj for obj in objects if _is_new(obj)]
     for obj in objects:
         if isinstance(obj, nn.Module):
             for tensor in [*obj.parameters(), *obj.buffers()]:
-                if not isinstance(tensor, DistributedVariable):
+                if not isinstance(tensor, DistributedVariable) and not is_dtensor(tensor):
                     tensors.setdefault(id(tensor), tensor)
     own = [*tensors.values(), *(variable.copy_on(0) for variable in variables)]
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import NoneType
 from typing import Any
 
@@ -20,8 +22,23 @@ from torchstrategy.replicas.mirrored import Mirror
 from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["ModuleTensors", "Slot", "Stamp", "fingerprints", "grad_stamp", "have_equal_bits", "leaf_grad", "tensors_of"]
+__all__ = [
+    "ModuleTensors",
+    "Slot",
+    "Stamp",
+    "fingerprints",
+    "grad_stamp",
+    "have_equal_bits",
+    "is_dtensor",
+    "keeps_parts",
+    "leaf_grad",
+    "leave_to_fsdp",
+    "reshard",
+    "tensors_of",
+]
 
+#: Whether this process keeps what it gathers of others: it need not if another one writes the file.
+keeps_parts: ContextVar[bool] = ContextVar("torchstrategy_keeps_parts", default=True)
 #: ``_parameters`` or ``_buffers`` of one module on every replica, and a name in it.
 Slot = tuple[tuple[dict[str, Any], ...], str]
 Stamp = tuple[int, int, int, bool, int, int]
@@ -255,3 +272,83 @@ def _weights(device: torch.device) -> Tensor:
     numbers = 2 * numbers + 1
     numbers[0] = 1  # so that a number is the same where it is weighted once more, beside those of larger tensors
     return numbers.to(device)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Say whether a tensor is a DTensor, a part of which each process has; its module need not be imported for that."""
+    kind = type(value)
+    if kind is nn.Parameter or kind is Tensor:  # nearly all are
+        return False
+    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.") for base in kind.__mro__)
+
+
+def reshard(objects: Iterable[Any]) -> None:
+    """Let modules that FSDP2 has divided show their DTensors, not the whole parameters that a forward pass may leave.
+
+    The next forward pass gathers them again.
+    """
+    for module in _fsdp_modules(objects):
+        module.reshard()
+
+
+def leave_to_fsdp(objects: Iterable[Any], num_replicas: int) -> None:
+    """Leave the parameters that FSDP2 has divided to it, and let it add up their gradients instead of averaging them.
+
+    Losses are divided by the size of the global batch, so that a mean over the ranks would divide a second time.
+
+    Args:
+        objects: those among them that are modules are looked at, with their submodules.
+        num_replicas: over all processes, which have one each.
+
+    Raises:
+        TypeError: there are other DTensors, or FSDP2 divides over other processes; nothing was changed.
+    """
+    objects = list(objects)
+    own: set[int] = set()
+    divided = list(_fsdp_modules(objects))
+    for module in divided:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one
+        for group in (state._fsdp_param_group,) if groups is None else groups:
+            if group is None:  # it has no parameters
+                continue
+            size = group.mesh_info.mesh.size()
+            if size != num_replicas:
+                raise TypeError(
+                    f"`fully_shard` has divided the parameters of {type(module).__name__} over a data-parallel mesh of "
+                    f"{size} processes, but the strategy has {num_replicas} replicas, each with data of its own. Give "
+                    f"it all of them: fully_shard(module, mesh=init_device_mesh(device_type, ({num_replicas},))), with "
+                    "one replica in each process. Tensor parallelism beside it needs a program without a strategy."
+                )
+            own.update(id(parameter.sharded_param) for parameter in group.fsdp_params)
+    reshard(divided)
+    for name, tensor in _dtensors(objects):
+        if id(tensor) not in own:
+            raise TypeError(
+                f"{name} is a DTensor that `fully_shard` (FSDP2) does not manage, as `parallelize_module` makes them. "
+                "Its processes compute one batch together, but every replica of a strategy has data of its own. Divide "
+                "the module by fully_shard(module, mesh=init_device_mesh(device_type, "
+                f"({num_replicas},))), or train it without a strategy."
+            )
+    for module in divided:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply first
+
+
+def _fsdp_modules(objects: Iterable[Any]) -> Iterator[Any]:
+    """Yield the modules that ``fully_shard`` was called for, also in other modules."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if fsdp is None:
+        return
+    for module in {id(m): m for obj in objects if isinstance(obj, nn.Module) for m in obj.modules()}.values():
+        if isinstance(module, fsdp):
+            yield module
+
+
+def _dtensors(objects: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    for obj in objects:
+        for module in obj.modules() if isinstance(obj, nn.Module) else ():
+            for own in (module._parameters, module._buffers):
+                for key, value in own.items():
+                    if value is not None and is_dtensor(value):
+                        yield f"{key!r} of {type(module).__name__}", value

@@ -515,9 +515,8 @@ class Strategy:
         summer = GradientSummer(
             self.placement, self.cross_device_ops, self.workers, options, self._buffers, ledger, check_every
         )
-        return ReplicaGradients(
-            type(self).__name__, self.hosting, num_local, self.num_replicas_in_sync, ledger, summer, sharded
-        )
+        name, num_replicas = type(self).__name__, self.num_replicas_in_sync
+        return ReplicaGradients(name, self.record, self.hosting, num_local, num_replicas, ledger, summer, sharded)
 
     def _run_replicas(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` for each replica of this process; ``run`` has checked the arguments."""
