@@ -117,6 +117,20 @@ def train_and_save(path: str, num_steps: int, *, sharded: bool, restore: str | N
     return {"path": checkpoint.write(path), "weights": weights(model), "num_loaded": num_loaded}
 
 
+def kept_in_a_save(path: str, *, own_path: bool) -> tuple[int, int]:
+    """Save split states; return the bytes that this rank has gathered of them, and those of all states."""
+    job = Job(strategy_of(True))
+    model, optimizer = job.make(net, torch.optim.Adam)
+    job.train(model, optimizer, 2)
+    kept: list[dict[str, Any]] = []
+    note = optimizer.register_state_dict_post_hook(lambda _, states: kept.append(states))
+    ts.train.Checkpoint(optimizer=optimizer).write(f"{path}{job.rank if own_path else 0}/states")
+    note.remove()
+    sizes = [sum(value.nbytes for state in states["state"].values() for value in state.values() if value.dim())
+             for states in (*kept, optimizer.state_dict())]  # fmt: skip
+    return sizes[0], sizes[-1]
+
+
 def save_on_one_rank() -> str:
     """Ask for all states on the chief only."""
     job = Job(strategy_of(True))

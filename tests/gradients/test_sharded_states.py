@@ -73,6 +73,15 @@ def exactly(value):
     return {key: exactly(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+@pytest.mark.parametrize("own_path", [False, True])
+def test_a_rank_that_does_not_write_keeps_no_others_states(own_path, tmp_path, process_pool):
+    (of_chief, whole), (of_other, _) = process_pool(2).run(
+        programs.kept_in_a_save, str(tmp_path / "states"), own_path=own_path
+    )
+    assert of_chief == whole
+    assert of_other == whole if own_path else of_other < 0.8 * whole
+
+
 @pytest.mark.slow
 def test_checkpoints_of_split_and_whole_states_are_the_same_and_continue_anywhere(tmp_path, process_pool):
     pools = {1: None, 2: process_pool(2), 3: process_pool(3)}

@@ -31,7 +31,7 @@ from torchstrategy.base.log import call_site, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import copy_in, copy_out, divide, memory_order
 from torchstrategy.errors import DisagreementError
-from torchstrategy.replicas.module_tensors import is_dtensor
+from torchstrategy.replicas.module_tensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.record import optimizer_parameters
 
 __all__ = ["ShardedStates", "StateShard", "classes_to_shard", "describe", "shard_of"]
@@ -317,7 +317,10 @@ class StateShard:
                     parameter.copy_(values.view(parameter.shape))
 
     def _gather_states(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Complete a ``state_dict`` by what the other ranks have, in the host's memory; every rank calls this."""
+        """Complete a ``state_dict`` by what the other ranks have, in the host's memory; every rank calls this.
+
+        Where ``keeps_parts`` is false it stays this rank's part.
+        """
         operation = f"{self._name}.state_dict()"
         workers, rank = self._workers, self._workers.rank
         owners = self.owners_of(parameters := optimizer_parameters(optimizer))
@@ -330,16 +333,15 @@ class StateShard:
         torch.save(tree.map_leaves(_on_host, {k: v for k, v in state.items() if isinstance(k, int)}), file)
         own = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         sizes = workers.exchange(operation, len(own))
-        buffers = [own if other == rank else own.new_empty(size) for other, size in enumerate(sizes)]
+        needed = [other for other in range(workers.size) if other != rank and keeps_parts.get()]
+        buffers = {other: own.new_empty(sizes[other]) for other in needed}
         length = max(1, _ROUND_BYTES // workers.size)
         for start in range(0, max(sizes), length):
             parts = workers.all_gather_tensors(own[start : start + length], operation)
-            for other, part in enumerate(parts):
-                if other != rank:
-                    buffers[other][start : start + length] = part
-        for other, buffer in enumerate(buffers):
-            if other != rank:
-                state.update(torch.load(io.BytesIO(buffer.numpy().tobytes()), map_location="cpu", weights_only=True))
+            for other, buffer in buffers.items():
+                buffer[start : start + length] = parts[other]
+        for buffer in buffers.values():
+            state.update(torch.load(io.BytesIO(buffer.numpy().tobytes()), map_location="cpu", weights_only=True))
         in_order = sorted((k for k in state if isinstance(k, int)), key=int)
         rest = {k: value for k, value in state.items() if not isinstance(k, int)}
         return {**state_dict, "state": {**{k: state[k] for k in in_order}, **rest}}
