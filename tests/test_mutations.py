@@ -41,6 +41,12 @@ MUTATIONS = {
         "self._sum_dense(parts, [k for k in _positions(todo & dense) if k not in taken], looks)",
         "self._sum_dense(parts, [], looks)",
     ),
+    "FSDP2 averages gradients": Mutation(
+        "replicas/module_tensors.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "pass",
+        ("tests/replicas/test_right_programs.py",),
+    ),
     "a step uses a sum twice": Mutation(
         "gradients/ledger.py", "self._note(parameters, State.SUMMED, run)", "pass", ("tests/gradients/test_ledger.py",)
     ),

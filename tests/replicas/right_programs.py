@@ -387,3 +387,13 @@ def part_of_a_dtensor():
         return str(to_plain({"weight": value}, "state"))
     except TypeError as error:
         return str(error)
+
+
+def save_divided_on_one_rank(path):
+    """Save a model that FSDP2 has divided on the chief only, while the others train on."""
+    strategy = ts.MirroredStrategy()
+    model = divided_model(strategy, "all")
+    strategy.run(lambda: model(torch.ones(2, 3).double()))
+    if strategy.is_chief:
+        ts.train.Checkpoint(model=model).save(path)
+    strategy.reduce("sum", ts.PerReplica((torch.ones(1),)))

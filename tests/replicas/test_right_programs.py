@@ -168,6 +168,12 @@ def test_a_part_of_a_dtensor_is_not_saved(process_pool):
         assert "torch.distributed.checkpoint" in text
 
 
+def test_a_save_of_fsdp_on_one_rank_is_an_error_on_all(process_pool, tmp_path):
+    for outcome in process_pool(2).outcomes(programs.save_divided_on_one_rank, str(tmp_path / "model")):
+        assert isinstance(outcome.error, ts.errors.DisagreementError), outcome.error
+        assert "rank 0: gathering for checkpoint model-1" in str(outcome.error)
+
+
 @pytest.mark.slow
 def test_means_that_fsdp_would_add_up_are_warned_of(process_pool):
     for of_sum, of_mean in process_pool(2).run(programs.warned_of_means):

@@ -167,7 +167,7 @@ class ReplicaGradients:
             uses_applied: whether a sum that a step has used may be used again as it is.
         """
         shares, parameters = context.batch_shares, optimizer_parameters(optimizer)
-        own = [parameter for parameter in parameters if id(parameter) not in self._dtensors]
+        own = [p for p in parameters if id(p) not in self._dtensors] if self._dtensors else parameters
         return GradientSum(
             own,
             context._num_own_examples != 0,

@@ -287,7 +287,7 @@ def reshard(objects: Iterable[Any]) -> None:
 
     The next forward pass gathers them again.
     """
-    for module in _fsdp_modules(objects):
+    for module in _fsdp_modules(_modules_of(objects)):
         module.reshard()
 
 
@@ -303,9 +303,9 @@ def leave_to_fsdp(objects: Iterable[Any], num_replicas: int) -> None:
     Raises:
         TypeError: there are other DTensors, or FSDP2 divides over other processes; nothing was changed.
     """
-    objects = list(objects)
+    modules = _modules_of(objects)
     own: set[int] = set()
-    divided = list(_fsdp_modules(objects))
+    divided = _fsdp_modules(modules)
     for module in divided:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one
@@ -321,8 +321,9 @@ def leave_to_fsdp(objects: Iterable[Any], num_replicas: int) -> None:
                     "one replica in each process. Tensor parallelism beside it needs a program without a strategy."
                 )
             own.update(id(parameter.sharded_param) for parameter in group.fsdp_params)
-    reshard(divided)
-    for name, tensor in _dtensors(objects):
+    for module in divided:
+        module.reshard()
+    for name, tensor in _dtensors(modules):
         if id(tensor) not in own:
             raise TypeError(
                 f"{name} is a DTensor that `fully_shard` (FSDP2) does not manage, as `parallelize_module` makes them. "
@@ -335,20 +336,23 @@ def leave_to_fsdp(objects: Iterable[Any], num_replicas: int) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply first
 
 
-def _fsdp_modules(objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield the modules that ``fully_shard`` was called for, also in other modules."""
+def _modules_of(objects: Iterable[Any]) -> list[Any]:
+    """Return the modules among some objects and their submodules, once each; none where there can be no DTensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return []
+    modules = [obj for obj in objects if isinstance(obj, nn.Module)]
+    return list({id(member): member for module in modules for member in module.modules()}.values())
+
+
+def _fsdp_modules(modules: Iterable[Any]) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called for."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if fsdp is None:
-        return
-    for module in {id(m): m for obj in objects if isinstance(obj, nn.Module) for m in obj.modules()}.values():
-        if isinstance(module, fsdp):
-            yield module
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp)]
 
 
-def _dtensors(objects: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
-    for obj in objects:
-        for module in obj.modules() if isinstance(obj, nn.Module) else ():
-            for own in (module._parameters, module._buffers):
-                for key, value in own.items():
-                    if value is not None and is_dtensor(value):
-                        yield f"{key!r} of {type(module).__name__}", value
+def _dtensors(modules: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    for module in modules:
+        for own in (module._parameters, module._buffers):
+            for key, value in own.items():
+                if is_dtensor(value):
+                    yield f"{key!r} of {type(module).__name__}", value
