@@ -42,7 +42,7 @@ MUTATIONS = {
         "self._sum_dense(parts, [], looks)",
     ),
     "FSDP2 averages gradients": Mutation(
-        "replicas/module_tensors.py",
+        "replicas/dtensors.py",
         "module.set_gradient_divide_factor(1.0)",
         "pass",
         ("tests/replicas/test_right_programs.py",),

@@ -14,7 +14,7 @@ from tests.gpu.training import make_data, make_net
 from tests.programs import CountedKernels, assert_equal
 from torchstrategy import testing
 from torchstrategy.collectives.cross_device_ops import sum_gradients
-from torchstrategy.replicas.module_tensors import fingerprints
+from torchstrategy.replicas.fingerprints import fingerprints
 
 pytestmark = pytest.mark.accelerator
 STRATEGIES = {

@@ -3,6 +3,7 @@
 Each has a net of one weight, which begins at 0, an optimizer with a rate of 1, and the number of the run.
 """
 
+import dataclasses
 import warnings
 from unittest import mock
 
@@ -372,7 +373,7 @@ def added_to_what_was_made_of_a_sum(model, optimizer, loss, run):
 
 
 def captures_a_step():
-    """Step while torch says that a graph is being captured; no GPU is needed to be asked."""
+    """Step on what is said to be a GPU, while torch says that a graph is being captured."""
     strategy = ts.MirroredStrategy()
     with strategy.scope():
         model = torch.nn.Linear(2, 1)
@@ -380,7 +381,9 @@ def captures_a_step():
 
     def step():
         model(torch.ones(1, 2)).sum().backward()
+        gpu = dataclasses.replace(strategy.placement, devices=(torch.device("cuda", 0),))
         with (
+            mock.patch.object(strategy.gradients.summer, "_placement", gpu),
             mock.patch("torch.cuda.is_initialized", return_value=True),
             mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
         ):

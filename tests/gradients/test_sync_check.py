@@ -8,7 +8,7 @@ import torch
 import torchstrategy as ts
 from tests.gradients import sync_programs as programs
 from tests.programs import CountedKernels
-from torchstrategy.replicas.module_tensors import fingerprints
+from torchstrategy.replicas.fingerprints import fingerprints
 
 SAID = {
     "state": r"'exp_avg' of Adam \(optimizer 0\) for parameter 'head.weight' of Net .* differs between",

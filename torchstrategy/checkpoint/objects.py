@@ -32,9 +32,9 @@ from torchstrategy.collectives.summing import in_format_of, memory_order
 from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.distributed_variables import user_variable
+from torchstrategy.replicas.dtensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.metric_states import MetricState
 from torchstrategy.replicas.mirrored import bodies, opened
-from torchstrategy.replicas.module_tensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 from torchstrategy.replicas.record import optimizer_parameters, owner
 from torchstrategy.replicas.variables import Variable

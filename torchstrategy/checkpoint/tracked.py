@@ -21,7 +21,7 @@ from typing_extensions import override
 from torchstrategy import errors
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.replicas.module_tensors import is_dtensor, keeps_parts
+from torchstrategy.replicas.dtensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 
 __all__ = [

@@ -313,7 +313,7 @@ def sum_gradients(
     if True in may_overwrite and (type(ops) in _PACKED or _adds_in_order(ops, destinations)):
         in_place = [k for k, may in enumerate(may_overwrite) if may]
     if in_place:
-        _sum_in_place(ops, [[row[k] for k in in_place] for row in rows], options.bucket_bytes)
+        _sum_in_place(ops, [[row[k] for k in in_place] for row in rows], options)
     if len(in_place) < len(may_overwrite):
         rest = sorted(set(range(len(may_overwrite))) - set(in_place))
         pairs = [(PerReplica([row[k] for row in rows]), destinations) for k in rest]
@@ -323,7 +323,7 @@ def sum_gradients(
     return sums
 
 
-def _sum_in_place(ops: CrossDeviceOps, rows: Sequence[list[Tensor]], bucket_bytes: int) -> None:
+def _sum_in_place(ops: CrossDeviceOps, rows: Sequence[list[Tensor]], options: CommunicationOptions) -> None:
     total, *others = rows
     shapes, dtypes = [part.shape for part in total], [part.dtype for part in total]
     are_alike = torch.bool not in dtypes
@@ -334,11 +334,11 @@ def _sum_in_place(ops: CrossDeviceOps, rows: Sequence[list[Tensor]], bucket_byte
             _check_tensors(PerReplica(list(parts)))
     if isinstance(ops, _PackedAllReduce):
         for dtype in dict.fromkeys(dtypes):
-            ops._sum_in_place([[part for part in row if part.dtype is dtype] for row in rows], bucket_bytes)
+            ops._sum_in_place([[part for part in row if part.dtype is dtype] for row in rows], options.bucket_bytes)
         return
-    if len({row[0].device for row in rows}) == 1:  # nothing is copied before it is added
-        bucket_bytes = sum([part.nbytes for part in total])
-    for bucket in plan_buckets(total, bucket_bytes):
+    is_copied = len({row[0].device for row in rows}) > 1  # before it is added
+    buckets = plan_buckets(total, options.bucket_bytes) if is_copied else [range(len(total))]
+    for bucket in buckets:
         sums = [total[k] for k in bucket]
         for row in others:
             torch._foreach_add_(sums, _on_device([row[k] for k in bucket], sums[0].device))

@@ -18,8 +18,8 @@ from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.steps import FitPosition, current_step
 from torchstrategy.losses.layer_losses import LayerLosses
 from torchstrategy.replicas.adapters import is_a
+from torchstrategy.replicas.dtensors import reshard
 from torchstrategy.replicas.mirrored import bodies, resolve
-from torchstrategy.replicas.module_tensors import reshard
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
 
 if TYPE_CHECKING:

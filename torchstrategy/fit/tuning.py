@@ -21,8 +21,8 @@ from torchstrategy.fit.calling import copy_module
 from torchstrategy.fit.weight_files import plain_module
 from torchstrategy.optimizers.by_name import plain_class
 from torchstrategy.patches import keep_freed_memory
+from torchstrategy.replicas.dtensors import is_dtensor
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.replicas.module_tensors import is_dtensor
 from torchstrategy.replicas.record import optimizer_parameters, owner
 
 __all__ = ["tune", "tune_for_fit"]

@@ -34,7 +34,7 @@ replicas is exact for equal shares only.
   must not train unsynchronised copies.
 
 Between processes the parameters are compared as well: the first two sums of an optimizer, and every ``check_every``-th,
-exchange a fingerprint of each parameter's bits that knows the place of each element (``replicas/module_tensors.py``).
+exchange a fingerprint of each parameter's bits that knows the place of each element (``replicas/fingerprints.py``).
 All ranks are meant to hold equal bits; only where those differ are values compared, with a tolerance. A checkpoint that
 is loaded on the chief only would otherwise train on in silence; since every record tells how often the parameters were
 written to and a digest of the optimizer's hyper-parameters (``replicas/divergence.py``), such a load and a rate that is

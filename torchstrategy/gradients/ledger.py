@@ -20,17 +20,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchstrategy.base.context import current_replica_context
-from torchstrategy.gradients.notes import (
-    LOCAL,
-    UNKNOWN,
-    Note,
-    State,
-    are_cleared,
-    fingerprints,
-    is_traced,
-    nothing,
-    refusal,
-)
+from torchstrategy.gradients.notes import LOCAL, UNKNOWN, Note, State, are_cleared, is_traced, nothing, refusal
+from torchstrategy.replicas.fingerprints import fingerprints
 from torchstrategy.replicas.object_hooks import OwnQueue
 
 __all__ = ["GradientLedger", "hear_all"]

@@ -1,4 +1,4 @@
-"""What is known of single gradients: states, fingerprints, and the hook by which a backward pass tells of one."""
+"""What is known of single gradients: states, and the hook by which a backward pass tells of one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import call_site
-from torchstrategy.replicas.module_tensors import fingerprints
 from torchstrategy.replicas.object_hooks import own_hook
 
-__all__ = ["LOCAL", "UNKNOWN", "Note", "State", "are_cleared", "fingerprints", "is_traced", "nothing", "refusal"]
+__all__ = ["LOCAL", "UNKNOWN", "Note", "State", "are_cleared", "is_traced", "nothing", "refusal"]
 
 
 class State(enum.Enum):

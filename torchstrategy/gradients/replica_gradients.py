@@ -18,8 +18,8 @@ from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import FoundMean
 from torchstrategy.gradients.sharded_states import ShardedStates, StateShard, shard_of
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
+from torchstrategy.replicas.dtensors import is_dtensor, leave_to_fsdp
 from torchstrategy.replicas.hosting import Hosting
-from torchstrategy.replicas.module_tensors import is_dtensor, leave_to_fsdp
 from torchstrategy.replicas.record import Record, optimizer_parameters
 from torchstrategy.replicas.variables import Variable
 

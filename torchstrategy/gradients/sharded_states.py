@@ -31,7 +31,7 @@ from torchstrategy.base.log import call_site, warning_once
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import copy_in, copy_out, divide, memory_order
 from torchstrategy.errors import DisagreementError
-from torchstrategy.replicas.module_tensors import is_dtensor, keeps_parts
+from torchstrategy.replicas.dtensors import is_dtensor, keeps_parts
 from torchstrategy.replicas.record import optimizer_parameters
 
 __all__ = ["ShardedStates", "StateShard", "classes_to_shard", "describe", "shard_of"]

@@ -28,13 +28,14 @@ from torchstrategy.gradients.dense import OPERATION, DenseSums, sum_in_buckets
 from torchstrategy.gradients.early import EarlyReport, EarlySums
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.mean_losses import NUM_LOOKS, MeanLossCheck
-from torchstrategy.gradients.notes import State, fingerprints
+from torchstrategy.gradients.notes import State
 from torchstrategy.gradients.plan import Look, Plan, Plans, describe_layout, look_at
 from torchstrategy.gradients.sharded_states import StateShard
 from torchstrategy.gradients.sync_check import compare_between_ranks, names_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import check_rows, hyper_parameters
 from torchstrategy.replicas.divergence import digest as digest_of
+from torchstrategy.replicas.fingerprints import fingerprints
 from torchstrategy.replicas.module_tensors import Slot
 
 __all__ = [

@@ -22,9 +22,10 @@ from torchstrategy.errors import DisagreementError, DivergenceError
 from torchstrategy.gradients.sharded_states import shard_of
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.divergence import difference, may_differ
+from torchstrategy.replicas.dtensors import is_dtensor
+from torchstrategy.replicas.fingerprints import fingerprints, have_equal_bits
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import bodies
-from torchstrategy.replicas.module_tensors import fingerprints, have_equal_bits, is_dtensor
 from torchstrategy.replicas.record import Record
 
 __all__ = ["check_sync", "compare_between_ranks"]

@@ -19,8 +19,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.dtensors import is_dtensor
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
-from torchstrategy.replicas.module_tensors import is_dtensor
 from torchstrategy.replicas.object_hooks import SCALARS, copy_parameter_hooks, is_plain
 from torchstrategy.replicas.record import unrecorded
 

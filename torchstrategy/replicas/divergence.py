@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchstrategy.errors import DivergenceError
-from torchstrategy.replicas.module_tensors import Slot, have_equal_bits
+from torchstrategy.replicas.fingerprints import have_equal_bits
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [

@@ -20,7 +20,8 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
 from torchstrategy.replicas.copies import check_can_be_copied
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables
-from torchstrategy.replicas.module_tensors import Slot, is_dtensor, leave_to_fsdp
+from torchstrategy.replicas.dtensors import is_dtensor, leave_to_fsdp
+from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.random import RandomStreams
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
