@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import torchstrategy as ts
+from torchstrategy.base import devices
 from torchstrategy.cluster_resolver.detect import explain, find_job
-from torchstrategy.collectives import process_group
 
 TORCHRUN = {
     "RANK": "3",
@@ -110,10 +110,10 @@ def test_ray_train_is_named_in_its_own_workers(rank, source, monkeypatch):
     ("source", "expected"), [("torchrun", ["cuda:0"]), ("Ray Train", ["cuda:0"]), ("SLURM", ["cuda:0", "cuda:1"])]
 )
 def test_a_process_that_is_alone_on_its_host_takes_one_gpu_but_for_slurm(source, expected, monkeypatch):
-    monkeypatch.setattr(process_group, "visible_devices", lambda: ["cuda:0", "cuda:1"])
-    monkeypatch.setattr(process_group, "local_devices", lambda _: (torch.device("cuda:0"), torch.device("cuda:1")))
+    monkeypatch.setattr(devices, "visible_devices", lambda: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(devices, "local_devices", lambda _: (torch.device("cuda:0"), torch.device("cuda:1")))
     job = dataclasses.replace(find_job(environ=TORCHRUN), source=source, local_rank=0, local_size=1)
-    assert list(map(str, process_group.devices_of_process(None, job))) == expected
+    assert list(map(str, devices.devices_of_process(None, job))) == expected
 
 
 def test_a_driver_of_ray_may_be_started_by_torchrun(monkeypatch):

@@ -14,7 +14,6 @@ from torchstrategy.collectives.backends import (
     C10dBackend,
     HierarchicalBackend,
     MessageBackend,
-    NcclBackend,
     StagedBackend,
     from_bytes,
     to_bytes,
@@ -182,31 +181,6 @@ class Returning:
 
     def allreduce(self, tensors, options):
         return self.work
-
-
-class FakeNccl:
-    def __init__(self):
-        self.log = []
-
-    def allreduce(self, tensors, options):
-        self.log.append(("allreduce", tensors[0].shape, options.reduceOp))
-        return self
-
-    def wait(self):
-        self.log.append("wait")
-
-    def abort(self):
-        self.log.append("abort")
-
-
-def test_nccl_lets_only_the_stream_wait_and_ends_what_waits_for_a_lost_rank():
-    group = FakeNccl()
-    backend = NcclBackend(group)
-    backend.start_sum(torch.ones(2, dtype=torch.complex64))(no_check)
-    assert group.log == [("allreduce", (2, 2), dist.ReduceOp.SUM), "wait"]
-    with pytest.raises(TimeoutError):
-        backend.start_sum(torch.ones(2))(GoneByNow())
-    assert group.log[-1] == "abort"
 
 
 class Elsewhere:

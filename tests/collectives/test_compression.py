@@ -9,8 +9,9 @@ from torch.distributed import PrefixStore
 
 from tests.collectives.groups import GoneByNow, Group, no_check, on_ranks
 from torchstrategy.base.options import PowerSGD
-from torchstrategy.collectives.backends import C10dBackend, HierarchicalBackend, NcclBackend
+from torchstrategy.collectives.backends import C10dBackend, HierarchicalBackend
 from torchstrategy.collectives.compression import NarrowBackend, compressed
+from torchstrategy.collectives.native_groups import NativeBackend
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = [2, 3, 4]
@@ -210,7 +211,7 @@ def test_only_gloo_sends_pieces(groups):
     for found, num_gathers in on_ranks(2, run):
         assert num_gathers == 3
         assert torch.equal(found, rounded_sum(parts, "bf16"))
-    nccl = NcclBackend(groups[2][0]._group, "NCCL")
+    nccl = NativeBackend(groups[2][0]._group, "NCCL", torch.device("cpu"))
     assert compressed(nccl, 2, "bf16")._piece_numbers == 0
 
 

@@ -1,14 +1,16 @@
 """Where sums of gradients begin during ``backward``, and what carries them then."""
 
 import pytest
+import torch
 
 from torchstrategy.base.options import PowerSGD
-from torchstrategy.collectives.backends import C10dBackend, HierarchicalBackend, NcclBackend
+from torchstrategy.collectives.backends import C10dBackend, HierarchicalBackend
 from torchstrategy.collectives.compression import NarrowBackend
+from torchstrategy.collectives.native_groups import NativeBackend
 from torchstrategy.collectives.routes import Routes, backends_during_backward, wants_overlap
 from torchstrategy.collectives.threaded_backend import ThreadedBackend
 
-GLOO, NCCL = C10dBackend(None, "gloo"), NcclBackend(None, "NCCL")
+GLOO, NCCL = C10dBackend(None, "gloo"), NativeBackend(None, "NCCL", torch.device("cpu"))
 
 
 def routes_over(backend, network="gloo", **accelerators):

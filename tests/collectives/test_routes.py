@@ -1,23 +1,26 @@
 """Which way data takes, by size and place."""
 
+import dataclasses
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from tests.collectives.groups import Group, no_check, on_ranks
+from torchstrategy.base import devices
 from torchstrategy.base.options import CommunicationImplementation, PowerSGD
 from torchstrategy.collectives import records, routes, shared_memory
 from torchstrategy.collectives.backends import (
     C10dBackend,
     HierarchicalBackend,
     MessageBackend,
-    NcclBackend,
     StagedBackend,
 )
 from torchstrategy.collectives.compression import NarrowBackend
+from torchstrategy.collectives.native_groups import make_native_backend
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.collectives.routes import Routes, choose_implementation, make_routes, usable_compression
 from torchstrategy.collectives.shared_memory import SharedMemoryBackend
@@ -107,16 +110,21 @@ def test_gpus_keep_nccl_and_tensors_of_the_cpu_share_memory(monkeypatch):
 
     def fake(store, rank, size, options):
         made.append((rank, size, options._timeout))
-        return SimpleNamespace()
+        return SimpleNamespace(eager_connect_single_device=made.append)
 
     fake.Options = SimpleNamespace
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
-    found = routes_of((0, 0), NCCL)
-    assert sorted(made) == [(rank, 2, timedelta(seconds=30)) for rank in range(2)]
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    cuda = dataclasses.replace(devices.kind_of("cuda"), pins_memory=False)
+    monkeypatch.setitem(devices._KINDS, "cuda", cuda)
+    ranks = torch.device("cuda", 1), HashStore(), 1, 2, timedelta(seconds=30), lambda call: call()
+    native = make_native_backend(NCCL, *ranks)
+    assert made == [(1, 2, timedelta(seconds=30)), torch.device("cuda", 1)]  # connected ahead
+    assert make_native_backend(RING, *ranks) is None
     gpu_tensor = SimpleNamespace(device=torch.device("cuda"), is_cpu=False, nbytes=4)
-    for one in found:
-        assert one.lines[0] == "tensors on GPUs over NCCL"
-        assert type(one.backend_of(gpu_tensor)) is NcclBackend
+    for one in routes_of((0, 0), NCCL):
+        assert one.with_native(native, 2).lines[0] == "tensors on GPUs over NCCL"
+        assert one.backend_of(gpu_tensor) is native
         assert type(one.backend_of(torch.ones(10_000))) is SharedMemoryBackend
 
 
@@ -204,6 +212,8 @@ def test_implementation_by_device(monkeypatch):
     assert choose_implementation(AUTO, "xla") is AUTO
     with pytest.raises(ValueError, match="NCCL needs GPUs, but the replicas are on 'cpu'"):
         choose_implementation(NCCL, "cpu")
+    with pytest.raises(ValueError, match="needs a torch that was built with NCCL"):
+        choose_implementation(NCCL, "cuda")
     assert choose_implementation(AUTO, "cpu") is AUTO
     assert choose_implementation(RING, "cuda") is RING
     assert choose_implementation("mine", "cpu") == "mine"

@@ -18,13 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchstrategy.base.job import Job
+
 __all__ = [
     "DeviceKind",
     "Placement",
     "accelerator_module",
     "accelerator_type",
     "canonical_device",
+    "check_alike",
     "cpu_replicas",
+    "devices_of_process",
     "full_device_name",
     "is_capturing",
     "kind_of",
@@ -88,7 +92,7 @@ class DeviceKind:
         """The backend of ``torch.distributed`` for the kind's tensors, if it is there; else an empty string."""
         is_there = {"nccl": dist.is_nccl_available, "xccl": dist.is_xccl_available}
         name = self.collectives or dist.Backend.default_device_backend_map.get(self.type, "")
-        if self.type == "cpu" or name in ("", "gloo", "fake", "mpi", "ucc"):
+        if self.type == "cpu" or self.is_traced or name in ("", "gloo", "fake", "mpi", "ucc"):
             return ""
         known = is_there[name]() if name in is_there else name.upper() in dist.Backend._plugins
         return name if known else ""
@@ -283,6 +287,50 @@ def _local_devices(devices: Sequence[str | torch.device] | int | None) -> tuple[
     if len(set(result)) < len(result):
         raise ValueError(f"devices must not name a device twice. Received: {[str(d) for d in result]}")
     return result
+
+
+def devices_of_process(devices: Sequence[str | torch.device] | int | None, job: Job | None) -> tuple[torch.device, ...]:
+    """Return the devices of this process's replicas.
+
+    Args:
+        devices: the user's choice; ``None`` means the accelerator of the process's number on its host where the
+            launcher gives one, else all visible accelerators, else one CPU replica.
+        job: the processes, ``None`` if there is one.
+
+    Raises:
+        ValueError: a device is not there, or named twice.
+        RuntimeError: the launcher started more processes on this host than there are accelerators.
+    """
+    if devices is not None or job is None or job.local_rank is None:
+        return local_devices(devices)
+    accelerators = [name for name in visible_devices() if not name.startswith("cpu")]
+    if not accelerators:
+        return (torch.device("cpu", 0),)
+    if job.source == "SLURM" and job.local_size == 1:
+        return local_devices(None)
+    if job.local_rank >= len(accelerators):
+        raise RuntimeError(
+            f"{job.source} started {job.local_size} processes on this host, but only {len(accelerators)} accelerators "
+            f"are visible: {', '.join(accelerators)}. Start at most that many, or pass devices=['cpu:0']."
+        )
+    return (torch.device(accelerators[job.local_rank]),)
+
+
+def check_alike(brought: Sequence[Sequence[str]]) -> None:
+    """Check that processes bring as many devices, of the same kinds.
+
+    Args:
+        brought: the names of each one's devices, in the order of ranks.
+
+    Raises:
+        RuntimeError: they don't.
+    """
+    kinds = [[device.split(":")[0] for device in row] for row in brought]
+    if any(row != kinds[0] for row in kinds):
+        raise RuntimeError(
+            "Every process must bring as many devices, of the same kinds:\n"
+            + "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(brought))
+        )
 
 
 @contextlib.contextmanager

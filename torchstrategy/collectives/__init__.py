@@ -27,7 +27,8 @@ place:
   takes two to four times as long.
 - On several hosts: within each host through shared memory, between the hosts' first ranks over gloo, bound to the
   network on which the ranks have met. Left alone gloo looks up the host's name, which often leads to the loopback.
-- On GPUs: NCCL. ``RING`` is gloo for everything.
+- On GPUs: NCCL; on other accelerators what ``torch.distributed`` has for them (``native_groups.py``). ``RING`` is gloo
+  for everything.
 - On XLA devices with one process each: XLA's collectives, each in a program of its own (``xla_backend.py``, see TPUs).
   The exchange of records right before the launch takes the place of a time limit, which XLA has not.
 
@@ -54,6 +55,9 @@ waits. A rank that fails says so before it raises, and the others, also those th
 
 - A process that **died** is known by its closed connection, within milliseconds. Forked children, such as loader
   workers, close their copies of the connections, which would otherwise outlive their parent.
+- Where only an **accelerator waits**, as in NCCL, nobody looks at a check: the watch ends such groups from a thread, at
+  once if a rank has died, and after 5 seconds in which the accelerator waits if one has failed. Results are NaN then,
+  ``run`` and checkpoints raise (``native_groups.py``).
 - A process that is **stopped or cut off** is known by its silence, for 10 seconds (``TORCHSTRATEGY_HEARTBEAT_S``). A
   leader also asks the kernel about silent processes of its own host, since native code may keep Python's threads from
   running for long. For the same reason a small process beats for each leader, over connections of its own, unless the

@@ -1,7 +1,7 @@
-"""The ways in which the data of collectives travels between processes: gloo, NCCL, messages, levels.
+"""The ways in which the data of collectives travels between processes: gloo, messages, levels.
 
 A backend moves bytes and adds numbers, nothing else: that the ranks agree has been checked, and errors are put into
-words by ``WorkerGroup``. Shared memory has a module of its own.
+words by ``WorkerGroup``. Shared memory, and groups for which only accelerators wait, have modules of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ __all__ = [
     "DataBackend",
     "HierarchicalBackend",
     "MessageBackend",
-    "NcclBackend",
     "StagedBackend",
     "SumBackend",
     "Wait",
@@ -92,30 +91,31 @@ class C10dBackend:
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if not self._part_bytes or tensor.nbytes <= self._part_bytes:
-            return self._wait_for(self._group.allreduce([numbers], options))
+            return self._start([tensor], "allreduce", [numbers], options)
         parts = numbers.view(-1).tensor_split(-(-tensor.nbytes // self._part_bytes))
-        return functools.partial(_wait_for_all, [self._wait_for(self._group.allreduce([p], options)) for p in parts])
+        return functools.partial(_wait_for_all, [self._start([p], "allreduce", [p], options) for p in parts])
 
     def start_all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Wait:
         """See ``DataBackend``."""
-        return self._wait_for(self._group.allgather([list(outputs)], [tensor], AllgatherOptions()))
+        return self._start(outputs, "allgather", [list(outputs)], [tensor], AllgatherOptions())
 
     def start_broadcast(self, tensor: Tensor) -> Wait:
         """See ``DataBackend``."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._wait_for(self._group.broadcast([tensor], options))
+        return self._start([tensor], "broadcast", [tensor], options)
 
     def start_all_to_all(self, output: Tensor, tensor: Tensor) -> Wait:
         """Start to give each rank its part of ``tensor``; parts of one length, as in ``output``, follow each other."""
-        return self._wait_for(self._group.alltoall_base(output, tensor, [], [], AllToAllOptions()))
+        return self._start([output], "alltoall_base", output, tensor, [], [], AllToAllOptions())
 
     def outlive_program(self) -> None:
         """Never end the group: gloo would wait for what is under way, and a rank that is stopped does not answer."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    def _wait_for(self, work: Any) -> Wait:
-        return functools.partial(_wait_in_slices, work)
+    def _start(self, results: Sequence[Tensor], operation: str, *arguments: Any) -> Wait:
+        del results
+        return functools.partial(_wait_in_slices, getattr(self._group, operation)(*arguments))
 
 
 def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> C10dBackend:
@@ -138,21 +138,6 @@ def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta, address: 
     options._timeout = timeout
     options._threads = _GLOO_THREADS
     return C10dBackend(dist.ProcessGroupGloo(store, rank, size, options), "gloo", _GLOO_PART_BYTES)
-
-
-class NcclBackend(C10dBackend):
-    """NCCL between GPUs of different processes; only the GPU waits, the calling thread goes on."""
-
-    def _wait_for(self, work: Any) -> Wait:
-        return functools.partial(self._let_stream_wait, work)
-
-    def _let_stream_wait(self, work: Any, check: Check) -> None:
-        try:
-            check()
-        except BaseException:
-            self._group.abort()  # a GPU would wait for the lost rank, and the process could not end
-            raise
-        work.wait()  # with a time limit NCCL would block this thread, and give up for good at its end
 
 
 class _WaitingBackend(abc.ABC):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base.options import PowerSGD
-from torchstrategy.collectives.backends import C10dBackend, DataBackend, NcclBackend, Wait, outlive_program
+from torchstrategy.collectives.backends import C10dBackend, DataBackend, Wait, outlive_program
 from torchstrategy.collectives.connections import Check
+from torchstrategy.collectives.native_groups import NativeBackend
 from torchstrategy.collectives.summing import sum_in_order
 
 __all__ = ["NarrowBackend", "compressed"]
@@ -106,4 +107,4 @@ def compressed(backend: C10dBackend, size: int, compression: str | PowerSGD | No
     """
     if not isinstance(compression, str):
         return backend
-    return NarrowBackend(backend, size, compression, 0 if isinstance(backend, NcclBackend) else _GLOO_PIECE_NUMBERS)
+    return NarrowBackend(backend, size, compression, 0 if isinstance(backend, NativeBackend) else _GLOO_PIECE_NUMBERS)

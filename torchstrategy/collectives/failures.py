@@ -25,6 +25,7 @@ from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
+from torchstrategy.collectives.native_groups import NativeGroups
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = ["FailureWatch", "describe"]
@@ -62,13 +63,7 @@ class FailureWatch:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        hosts: Sequence[int],
-        address: str,
-        timeout_s: float,
-        thread: int | None = None,
+        self, store: Store, rank: int, hosts: Sequence[int], address: str, timeout_s: float, thread: int | None = None
     ) -> None:
         self._rank = rank
         self._size = len(hosts)
@@ -87,6 +82,8 @@ class FailureWatch:
         self._absent: dict[int, str] = {}  # ranks that left or died
         self._num_questions = 0
         self._answers: dict[int, str] = {}
+        #: What has to be ended when a rank is lost, because nobody looks while an accelerator waits for it.
+        self.natives = NativeGroups(lambda: self.failure)
         self._is_closed = False
         self._requests: Requests | None = None
         with self._changed:  # what comes in at once has to wait until there is a plane to answer over
@@ -118,7 +115,7 @@ class FailureWatch:
             if others:
                 how += f"; nor {'does' if len(others) == 1 else 'do'} {named_ranks(others)}"
             return lost_record(first, how)
-        return self._first
+        return self._first or self.natives.failure
 
     def report(self, operation: str, error: BaseException, replica_id: int | None = None) -> None:
         """Tell the other ranks that this one failed, and wait until they know (at most 2 s)."""
@@ -188,7 +185,7 @@ class FailureWatch:
         with self._changed:
             failures = self._failures[self._round]
             own = failures.get(self._rank)
-            if own is None:
+            if own is None or self.natives.failure is not None:
                 return False
             # The others may be about to fail as well, unless they are in a later collective already.
             deadline = time.monotonic() + _FELLOWS_S
@@ -312,7 +309,9 @@ class FailureWatch:
         atexit.unregister(self.close)
         self._at_exit.cancel()
         self._end_hook()
-        self._plane.close()
+        self.natives.close()
+        self._plane.close()  # the others have heard of it, and may have what is on its way
+        self.natives.abort()
 
     def _restore_hook(self) -> None:
         # A bound method is made anew on each access, so compare what it is bound to.
@@ -345,6 +344,7 @@ class FailureWatch:
         if round_ == self._round and self._first is None:
             self._first = record
             logger.error(describe(record))
+            self.natives.note_failure(has_died=False)
 
     def _lose(self, rank: int, *, closed: bool) -> None:
         with self._changed:
@@ -358,6 +358,7 @@ class FailureWatch:
             else:
                 self._silent.add(rank)
             self._changed.notify_all()
+        self.natives.note_failure(has_died=closed)
         logger.error("Rank %d %s.", rank, _DIED if closed else _SILENT.format(heartbeat_seconds()))
 
     def _find_again(self, rank: int) -> None:

@@ -8,6 +8,7 @@ The user's default process group is neither needed nor touched.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,18 +17,27 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-from torchstrategy.base.devices import accelerator_module, local_devices, visible_devices
+from torchstrategy.base.devices import accelerator_module, check_alike
 from torchstrategy.base.job import Job
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.base.version import __version__
-from torchstrategy.collectives.backends import SumBackend, Wait, from_bytes, outlive_program, route_of, to_bytes
-from torchstrategy.collectives.connections import Check
+from torchstrategy.collectives.backends import (
+    DataBackend,
+    SumBackend,
+    Wait,
+    from_bytes,
+    outlive_program,
+    route_of,
+    to_bytes,
+)
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce
+from torchstrategy.collectives.native_groups import EarlyOrder, in_turn, make_native_backend, raise_broken
 from torchstrategy.collectives.record_group import RecordGroup, check_equal
 from torchstrategy.collectives.rendezvous import Rendezvous, meet, raise_lost_store
 from torchstrategy.collectives.routes import (
+    Routes,
     backends_during_backward,
     choose_implementation,
     make_routes,
@@ -47,18 +57,17 @@ from torchstrategy.collectives.summing import (
     unpack,
     unpack_copies,
 )
-from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.errors import DisagreementError, InvalidArgumentError, OpError
 
 if TYPE_CHECKING:
     from torchstrategy.xla.runtime import TpuRuntime
 
-__all__ = ["WorkerGroup", "devices_of_process", "join"]
+__all__ = ["WorkerGroup", "join"]
 
 _DEFAULT_TIMEOUT_S = 1800.0
 _GRACE_S = 3.0
 _BROADCAST_BYTES = 32 << 20
-# gloo can't add these; NCCL neither.
-_ADDED_AS = {torch.int16: torch.int32}
+_ADDED_AS = {torch.int16: torch.int32}  # gloo can't add these; NCCL neither
 _CONNECTING = "making the connections of a strategy"
 
 
@@ -67,16 +76,15 @@ class WorkerGroup(RecordGroup):
 
     Args:
         rendezvous: the processes.
-        device_type: of the replicas; ``"cuda"`` lets ``AUTO`` take NCCL.
+        devices: of this process's replicas; GPUs let ``AUTO`` take NCCL.
         options: implementation and timeout.
         hierarchical: whether processes of one host share memory for tensors on the CPU, also if ``RING`` is asked
             for; ``None`` leaves it to the implementation, ``False`` forbids it.
         runtime: this process's XLA device, if it drives one; it has been started.
-        num_local: replicas in this process; sums may start during ``backward`` if there is one.
 
     Raises:
         ValueError: NCCL is asked for with CPU devices, or a communication that is not registered.
-        RuntimeError: the processes don't drive one XLA device each.
+        RuntimeError: the processes bring different numbers or kinds of devices, or don't drive one XLA device each.
         ReplicaFailedError: another rank failed or is gone.
         DeadlineExceededError: not all ranks arrived in time.
     """
@@ -84,13 +92,13 @@ class WorkerGroup(RecordGroup):
     def __init__(
         self,
         rendezvous: Rendezvous,
-        device_type: str,
+        devices: Sequence[torch.device],
         options: CommunicationOptions,
         *,
         hierarchical: bool | None = None,
         runtime: TpuRuntime | None = None,
-        num_local: int = 1,
     ) -> None:
+        device_type = devices[0].type
         self.implementation = choose_implementation(options.implementation, device_type)
         timeout_s = options.deadline_seconds or _DEFAULT_TIMEOUT_S
         super().__init__(rendezvous, _CONNECTING, timeout_s)
@@ -98,6 +106,10 @@ class WorkerGroup(RecordGroup):
         # can't end while gloo waits.
         timeout = timedelta(seconds=timeout_s + _GRACE_S)
         exchange = functools.partial(self.exchange, _CONNECTING)
+        check_alike(exchange([str(device) for device in devices]))  # or some would make a native group, and others not
+        place = rendezvous.store, self.rank, self.size
+        self._native = native = make_native_backend(self.implementation, devices[0], *place, timeout, rendezvous.ask)
+        self.watch.natives.add(native)
         make = functools.partial(
             make_routes,
             self.implementation,
@@ -107,17 +119,19 @@ class WorkerGroup(RecordGroup):
             timeout=timeout,
             hierarchical=hierarchical,
         )
-        self.routes = self.gradient_routes = make(rendezvous)
+        self.routes = self.gradient_routes = make(rendezvous).with_native(native, self.size)
         #: How sums of gradients become smaller; ``None`` if they don't.
         self.compression = usable_compression(options.gradient_compression, self.routes, device_type)
-        # The ranks make the next backends together; that they bring devices of the same kinds is not known yet.
         overlaps = runtime is None and wants_overlap(options.overlap, self.compression, self.routes)
-        overlaps = overlaps and all(brought == [1, device_type] for brought in exchange([num_local, device_type]))
-        overlaps = overlaps and device_type in backends_during_backward(self.routes)
+        overlaps = overlaps and len(devices) == 1 and device_type in backends_during_backward(self.routes)
         if isinstance(self.compression, str) or overlaps:
             own = rendezvous._replace(store=PrefixStore("gradients", rendezvous.store))
-            self.gradient_routes = make(own, compression=self.compression)
+            made = make(own, compression=self.compression)
+            self.gradient_routes = made.with_native(native, self.size, self.compression)
         self._early = backends_during_backward(self.gradient_routes) if overlaps else {}
+        #: Held by who starts an early sum, and by collectives that must have the same place among these on all ranks.
+        self.turn = threading.RLock()
+        self.early: Callable[[], EarlyOrder | None] = lambda: None
         if options.overlap and device_type not in self._early:
             warning_once(
                 "Sums of gradients don't begin during `backward`: overlap=True has an effect with one replica in each "
@@ -140,6 +154,7 @@ class WorkerGroup(RecordGroup):
         """The name of the implementation."""
         return self.implementation if isinstance(self.implementation, str) else self.implementation.name
 
+    @in_turn
     def all_reduce(self, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
         """Return the sum over ranks of each tensor, each in memory of its own.
 
@@ -187,6 +202,7 @@ class WorkerGroup(RecordGroup):
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         return torch.sparse_coo_tensor(columns[0].t(), columns[1], tensor.shape, check_invariants=False).coalesce()
 
+    @in_turn
     def all_gather_tensors(self, tensor: Tensor, operation: str) -> list[Tensor]:
         """Return every rank's tensor; shapes may differ, dtypes may not.
 
@@ -209,10 +225,11 @@ class WorkerGroup(RecordGroup):
         padded[: tensor.numel()] = tensor.reshape(-1)
         outputs = [torch.empty_like(padded) for _ in range(self.size)]
         own = as_bytes(padded)
-        backend = self.routes.backend_of(own)
+        backend = self._backend_of(own)
         self._finish(backend.start_all_gather([as_bytes(out) for out in outputs], own), operation, backend, own.nbytes)
         return [out[: shape.numel()].view(shape) for out, shape in zip(outputs, shapes, strict=True)]
 
+    @in_turn
     def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
         """Overwrite the tensors with rank 0's.
 
@@ -226,7 +243,7 @@ class WorkerGroup(RecordGroup):
             if flat.numel() == 0:
                 continue
             own = as_bytes(flat)
-            backend = self.routes.backend_of(own)
+            backend = self._backend_of(own)
             self._finish(backend.start_broadcast(own), operation, backend, own.nbytes)
             with torch.no_grad():
                 for tensor, value in zip(members, unpack(flat, members), strict=True):
@@ -238,11 +255,11 @@ class WorkerGroup(RecordGroup):
         Returns:
             A function that waits for the end; errors as in ``exchange``.
         """
-        return self._start_sum(self.routes.backend_of(tensor), tensor, operation)
+        return self._start_sum(self._backend_of(tensor), tensor, operation)
 
     def start_gradient_sum(self, tensor: Tensor, operation: str) -> Callable[[], None]:
         """Do as ``start_sum`` over the ways of gradients, on which they may become smaller."""
-        return self._start_sum(self.gradient_routes.backend_of(tensor), tensor, operation)
+        return self._start_sum(self._backend_of(tensor, self.gradient_routes), tensor, operation)
 
     def sums_in_place(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether gradients of one dtype and device need no bucket that stays; the same on all ranks."""
@@ -263,6 +280,12 @@ class WorkerGroup(RecordGroup):
         self._finish(backend.start_sum(flat), operation, backend, num_bytes)
         copy_out(flat, numbers)
 
+    def _backend_of(self, tensor: Tensor, routes: Routes | None = None) -> DataBackend:
+        """Return what carries a tensor, after the early sums that another rank has begun before it on accelerators."""
+        if self.num_early < self._most_early and not tensor.is_cpu and (early := self.early()):
+            early.catch_up(self._most_early)
+        return (routes or self.routes).backend_of(tensor)
+
     @property
     def early_device_types(self) -> frozenset[str]:
         """The types of devices whose gradients can be summed by ``start_early_sum``."""
@@ -274,12 +297,30 @@ class WorkerGroup(RecordGroup):
         No other sum of gradients may start before all early ones have been waited for, in their order.
         """
         backend = self._early[tensor.device.type]
+        self.num_early += backend is self._native
         try:
             return self._start_sum(backend, tensor, operation)
         except RuntimeError as error:  # a lost rank; it is told where the sum is waited for, not in `backward`
             return functools.partial(
-                self._finish, functools.partial(_raise_broken, str(error)), operation, backend, tensor.nbytes
+                self._finish, functools.partial(raise_broken, str(error)), operation, backend, tensor.nbytes
             )
+
+    def refuse_spoiled(self, operation: str, error: Exception | None = None) -> None:
+        """Raise if collectives of accelerators were ended because a rank is lost: what was read since is of no use.
+
+        Args:
+            operation: what would use it.
+            error: what the program got in its place.
+
+        Raises:
+            ReplicaFailedError: they were.
+        """
+        if isinstance(error, (OpError, DisagreementError)) or self._native is None:
+            return
+        if isinstance(error, RuntimeError):
+            self.watch.wait_for_report(1.0)  # the accelerator may have heard of it first
+        if self.watch.natives.failure is not None:
+            self._raise_if_failed(f"{operation}, {self.watch.position}")
 
     def leave_early_sums(self) -> None:
         """Let the program end although early sums are under way, which other ranks may never join."""
@@ -303,42 +344,10 @@ class WorkerGroup(RecordGroup):
             self._guarded(operation, wait, [f"{num_bytes:,} bytes"])
 
 
-def _raise_broken(reason: str, check: Check) -> None:
-    check()
-    raise ConnectionError(reason)
-
-
 def _signature(tensor: Tensor) -> str:
     layout = ", sparse" if tensor.is_sparse else ""
     device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{tensor.dtype}{list(tensor.shape)}{layout}{device}"
-
-
-def devices_of_process(devices: Sequence[str | torch.device] | int | None, job: Job | None) -> tuple[torch.device, ...]:
-    """Return the devices of this process's replicas.
-
-    Args:
-        devices: the user's choice; ``None`` means the accelerator of the process's number on its host where the
-            launcher gives one, else all visible accelerators, else one CPU replica.
-        job: the processes, ``None`` if there is one.
-
-    Raises:
-        ValueError: a device is not there, or named twice.
-        RuntimeError: the launcher started more processes on this host than there are accelerators.
-    """
-    if devices is not None or job is None or job.local_rank is None:
-        return local_devices(devices)
-    accelerators = [name for name in visible_devices() if not name.startswith("cpu")]
-    if not accelerators:
-        return (torch.device("cpu", 0),)
-    if job.source == "SLURM" and job.local_size == 1:
-        return local_devices(None)
-    if job.local_rank >= len(accelerators):
-        raise RuntimeError(
-            f"{job.source} started {job.local_size} processes on this host, but only {len(accelerators)} accelerators "
-            f"are visible: {', '.join(accelerators)}. Start at most that many, or pass devices=['cpu:0']."
-        )
-    return (torch.device(accelerators[job.local_rank]),)
 
 
 def join(
@@ -384,16 +393,8 @@ def join(
         module.set_device(own[0])
     hierarchical = True if isinstance(ops, HierarchicalCopyAllReduce) else None
     try:
-        workers = WorkerGroup(
-            rendezvous, own[0].type, options, hierarchical=hierarchical, runtime=runtime, num_local=len(own)
-        )
+        workers = WorkerGroup(rendezvous, own, options, hierarchical=hierarchical, runtime=runtime)
     except DistError as error:
         raise_lost_store(job, rendezvous.watch, error)
-    brought = workers.exchange(f"joining the {strategy}", [str(device) for device in own])
-    kinds = [[device.split(":")[0] for device in row] for row in brought]
-    if any(row != kinds[0] for row in kinds):
-        raise RuntimeError(
-            "Every process must bring as many devices, of the same kinds:\n"
-            + "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(brought))
-        )
+    workers.exchange(f"joining the {strategy}", None)  # from here on all ranks have made all connections
     return workers

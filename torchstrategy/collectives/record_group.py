@@ -67,6 +67,8 @@ class RecordGroup:
         self.watch = rendezvous.watch
         self._timeout_s = timeout_s
         self._sequence = 0
+        #: How many sums this rank has begun early where other collectives take the same way; and any rank has.
+        self.num_early = self._most_early = 0
         self._started: Callable[[], object] | None = None
         self._noted: list[str] = []  # collectives since the last record
         self._known: set[str] = set()  # those that were compared once
@@ -215,8 +217,9 @@ class RecordGroup:
         where = f"{operation} (collective number {self._sequence}) at {site}"
         self.watch.position = f"in {where}"
         noted, self._noted = self._noted, []
-        row = [self._sequence, operation, site, payload, noted and hashlib.sha256(repr(noted).encode()).hexdigest()]
-        head = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+        before = noted and hashlib.sha256(repr(noted).encode()).hexdigest()
+        says = [self._sequence, operation, site, payload, before, self.num_early]
+        head = json.dumps(says, separators=(",", ":")).encode() + b"\n"
         body = head + data if data else head
         self._checker(operation)()
         receive = self._guarded(operation, lambda check: self._records.start(body, check, unite), payload)
@@ -244,8 +247,7 @@ class RecordGroup:
         if any(not body.startswith(b"[") for body, _ in groups):
             self.give_up(f"the ranks lost step in {operation}")
             raise DisagreementError(f"{operation}: this rank compares records while another one sends data.")
-        # JSON has no line breaks.
-        records, _, parts = zip(*(body.partition(b"\n") for body, _ in groups), strict=True)
+        records, _, parts = zip(*(body.partition(b"\n") for body, _ in groups), strict=True)  # JSON has no line breaks
         rows = [json.loads(record) for record in records]
         who = [named_ranks(ranks) for _, ranks in groups]
         if any(row[:2] != rows[0][:2] for row in rows):
@@ -257,6 +259,7 @@ class RecordGroup:
             )
         if any(row[4] != rows[0][4] for row in rows):
             self._refuse_unlike(operation, noted)
+        self._most_early = max(self._most_early, *[row[5] for row in rows])
         if any(row[2] != site for row in rows):  # it may be meant, so this is no error
             warn_once(
                 f"The ranks meet in {operation}, but from different lines:\n"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -20,7 +19,6 @@ from torchstrategy.collectives.backends import (
     DataBackend,
     HierarchicalBackend,
     MessageBackend,
-    NcclBackend,
     StagedBackend,
     SumBackend,
     gloo_backend,
@@ -28,6 +26,7 @@ from torchstrategy.collectives.backends import (
 )
 from torchstrategy.collectives.compression import compressed
 from torchstrategy.collectives.connections import Check
+from torchstrategy.collectives.native_groups import NativeBackend
 from torchstrategy.collectives.records import MAX_MESH_SIZE, Records
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.collectives.shared_memory import SharedMemoryBackend, share_memory
@@ -157,8 +156,8 @@ class Routes:
         accelerators: what carries the tensors of a type of device, such as ``"cuda"``, by that type.
         with_record_bytes: up to this size in bytes a user's CPU tensors travel with the record.
         lines: one sentence for each class of tensors.
-        network: what carries data that leaves a host or shares no memory there: ``gloo``, ``NCCL``, or the quoted name
-            of a way of the user's; empty if there is no such data.
+        network: what carries data that leaves a host or shares no memory there: ``gloo``, the name of what accelerators
+            have, such as ``NCCL``, or the quoted name of a way of the user's; empty if there is no such data.
     """
 
     small: DataBackend
@@ -169,6 +168,11 @@ class Routes:
     with_record_bytes: int = 0
     lines: list[str] = field(default_factory=list)
     network: str = ""
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether everything travels over a way of the user's."""
+        return self.network.startswith(("'", '"'))
 
     def backend_of(self, tensor: Tensor) -> DataBackend:
         """Return what carries a tensor; every rank must ask for one of the same size and kind of device."""
@@ -184,6 +188,21 @@ class Routes:
     def host_backend_of(self, num_bytes: int) -> DataBackend:
         """Return what carries a tensor of so many bytes once it is on the CPU."""
         return self.small if num_bytes <= self.small_bytes else self.large
+
+    def with_native(self, native: NativeBackend | None, size: int, compression: str | PowerSGD | None = None) -> Routes:
+        """Take up NCCL, or its like, for tensors on the replicas' accelerators; return these routes.
+
+        Args:
+            native: carries them; ``None`` changes nothing.
+            size: number of ranks.
+            compression: as ``usable_compression`` returns it.
+        """
+        if native is not None:
+            backend = self.accelerators[native.device_type] = compressed(native, size, compression)
+            self.network = native.route
+            what = kind_of(native.device_type).tf_name or f"{native.device_type} device"
+            self.lines.insert(0, f"tensors on {what}s over {route_of(backend)}")
+        return self
 
     def add_xla(self, runtime: TpuRuntime, exchange: Exchange, agree: Callable[[], object]) -> None:
         """Take up XLA's own collectives for tensors on the runtime's device; every rank calls this.
@@ -221,12 +240,14 @@ def choose_implementation(
             f"XLA devices communicate by XLA's own collectives, not by {implementation}. Use "
             "CommunicationImplementation.AUTO."
         )
-    if implementation is CommunicationImplementation.AUTO and device_type == "cuda" and dist.is_nccl_available():
+    if implementation is CommunicationImplementation.AUTO and kind_of(device_type).native_backend == "nccl":
         return CommunicationImplementation.NCCL
-    if implementation is CommunicationImplementation.NCCL and device_type != "cuda":
+    if implementation is CommunicationImplementation.NCCL and kind_of(device_type).collectives != "nccl":
         raise ValueError(
             f"CommunicationImplementation.NCCL needs GPUs, but the replicas are on {device_type!r}. Use RING or AUTO."
         )
+    if implementation is CommunicationImplementation.NCCL and not kind_of(device_type).native_backend:
+        raise ValueError("CommunicationImplementation.NCCL needs a torch that was built with NCCL. Use RING or AUTO.")
     return implementation
 
 
@@ -249,7 +270,7 @@ def make_routes(
         records: their connections.
         exchange: gives every rank every rank's payload.
         check: called while waiting; may raise to end the wait.
-        timeout: after which gloo and NCCL give up.
+        timeout: after which gloo gives up.
         hierarchical: whether processes of one host share memory; ``None`` means unless ``RING`` is asked for.
         compression: as ``usable_compression`` returns it: how sums become smaller on the network.
 
@@ -280,13 +301,6 @@ def make_routes(
         limit = _MESSAGE_BYTES if size <= MAX_MESH_SIZE else _MESSAGE_BYTES // size
         routes.small, routes.small_bytes, routes.with_record_bytes = MessageBackend(records), limit, limit
         routes.lines.insert(0, f"up to {limit:,} bytes in messages")
-    if implementation is CommunicationImplementation.NCCL:
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
-        backend = compressed(NcclBackend(group, "NCCL"), size, compression)
-        routes.accelerators["cuda"], routes.network = backend, "NCCL"
-        routes.lines.insert(0, f"tensors on GPUs over {route_of(backend)}")
     return routes
 
 
@@ -321,7 +335,7 @@ def usable_compression(asked: str | PowerSGD | None, routes: Routes, device_type
         reason = "XLA sums the gradients of its devices"
     elif not routes.network:
         reason = "the processes share their host's memory, and no gradient travels over a network"
-    elif isinstance(asked, str) and routes.network not in ("gloo", "NCCL"):
+    elif isinstance(asked, str) and routes.is_registered:
         reason = f"{routes.network} is not known to let ranks exchange parts of tensors, as gloo and NCCL do"
     else:
         return asked
@@ -337,7 +351,7 @@ def wants_overlap(asked: bool | None, compression: str | PowerSGD | None, routes
         compression: as ``usable_compression`` returns it.
         routes: of the processes.
     """
-    if isinstance(compression, PowerSGD) or routes.network not in ("", "gloo", "NCCL"):
+    if isinstance(compression, PowerSGD) or routes.is_registered:
         return False  # PowerSGD needs all gradients at once; a registered way may not stand a second group
     return bool(routes.network) if asked is None else asked
 
@@ -346,13 +360,12 @@ def backends_during_backward(routes: Routes) -> dict[str, SumBackend]:
     """Return what carries sums while the program computes, by type of device.
 
     Args:
-        routes: of gradients only, because their order against that of other collectives is free.
+        routes: of gradients. On CPUs their order against that of other collectives is free, so nothing else takes them;
+            ``WorkerGroup`` sees to one order on accelerators.
     """
     works_alone = isinstance(routes.large, C10dBackend)
     backends: dict[str, SumBackend] = {"cpu": routes.large if works_alone else ThreadedBackend(routes.large)}
-    if isinstance(routes.accelerators.get("cuda"), C10dBackend):
-        backends["cuda"] = routes.accelerators["cuda"]
-    return backends
+    return backends | {kind: one for kind, one in routes.accelerators.items() if isinstance(one, C10dBackend)}
 
 
 def _over_shared_memory(

@@ -46,20 +46,23 @@ difference, the next comparison is that of every ``check_every``-th sum, which b
 
 **Sums that begin during ``backward``** (``gradients/early.py``, ``early_buckets.py``) are a wager on top of that, on
 the same buckets (``dense.py``), with one replica in a process. After a step all ranks expect the optimizer that came
-next the last time, and bring its gradients in the same buckets of 4 MiB, in the order in which they were complete on
-rank 0. A hook counts backward passes; when a bucket's parameters have had as many as before their last step, its
-gradients are copied and the sum of the copies starts, on backends of its own, so that its order against the program's
-collectives is free. Gloo and NCCL work by themselves; shared memory and two levels get a thread. The record at the
-step, which is exchanged anyway, tells how many buckets each rank has started and which copies are stale there. All
-start what one has started, wait, take what is good everywhere, and sum the rest as ever. So a wrong guess costs time
-and no number: accumulation, a backward that failed half-way, a rank without one, clipping, another optimizer than the
-expected one need no special case. A copy is stale if its gradient is from another backward pass than when it was
-copied, has another version, or, because ``p.grad.data`` has no version, other sums of its elements times fixed random
-numbers (a plain sum stays as it is when a gradient whose elements add up to 0 is scaled or clamped). Accelerators
-compare these sums in the first steps and in every 100th one only. After steps with stale copies the wager pauses, twice
-as long each time. Optimizers are known by their parameters' identity and by the order of their first sums, so that
-equal ones, as in a GAN, are told apart. The first buckets are planned at an optimizer's second sum on every rank; there
-the ranks compare which gradients can travel early, which until then is known of a rank's own devices only.
+next the last time, and bring its gradients in the same buckets of 4 MiB, in the order
+in which they were complete on rank 0. A hook counts backward passes; when a bucket's parameters have had as many as
+before their last step, its gradients are copied and the sum of the copies starts, on CPUs on backends of its own, so
+that its order against the program's collectives is free. Two of NCCL's groups in a free order may wait for each other
+on the GPUs. So there is one, each record tells how many early sums a rank has begun, and before another collective
+takes the group all ranks begin what one of them has (``EarlySums.catch_up``). Gloo and NCCL work by themselves; shared
+memory and two levels get a thread. The record at the step, which is exchanged anyway, tells how many buckets each rank
+has started and which copies are stale there. All start what one has started, wait, take what is good everywhere, and
+sum the rest as ever. So a wrong guess costs time and no number: accumulation, a backward that failed half-way, a rank
+without one, clipping, another optimizer than the expected one need no special case. A copy is stale if its gradient is
+from another backward pass than when it was copied, has another version, or, because ``p.grad.data`` has no version,
+other sums of its elements times fixed random numbers (a plain sum stays as it is when a gradient whose elements add up
+to 0 is scaled or clamped). Accelerators compare these sums in the first steps and in every 100th one only. After steps
+with stale copies the wager pauses, twice as long each time. Optimizers are known by their parameters' identity and by
+the order of their first sums, so that equal ones, as in a GAN, are told apart. The first buckets are planned at an
+optimizer's second sum on every rank; there the ranks compare which gradients can travel early, which until then is
+known of a rank's own devices only.
 
 It is on where gradients travel over a network, and off in shared memory. Measured between two processes on a machine
 of two cores that other programs used as well (so only ratios mean something; with overlap / without, in alternation,

@@ -14,10 +14,9 @@ So nothing here has to be right for the result to be right, except that a change
 from __future__ import annotations
 
 import atexit
-import threading
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -65,7 +64,8 @@ class EarlySums:
         self._ledger = ledger
         self._bucket_bytes = min(bucket_bytes, _BUCKET_BYTES)
         self._device_types = workers.early_device_types
-        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._lock = workers.turn  # autograd has a thread for each device
+        workers.early = weakref.ref(self)
         self._passes: dict[int, int] = {}  # backward passes since the last sum, by id of the parameter, last one last
         #: As long as there are the plans.
         self._plans: weakref.WeakKeyDictionary[Plan, EarlyPlan] = weakref.WeakKeyDictionary()
@@ -136,21 +136,14 @@ class EarlySums:
         with self._lock:
             opened, self._opened = self._opened, None
             if opened is None or len({report.opened for report in reports}) > 1:
-                # What only some ranks have started is still on its way, and the next sums would meet it.
-                self._workers.give_up("the ranks started different sums of gradients")
-                raise DisagreementError(
-                    "The ranks have started different sums of gradients: an earlier error did not reach all of them at "
-                    "the same point. Start the job again."
-                )
+                self._disagree()
             stale = 0
             for report in reports:
                 stale |= report.stale
             if len({report.plan for report in reports}) > 1 or opened.plan is not self._current:
                 stale = -1  # another optimizer than the expected one
             while opened.num_started < num_started:
-                bucket = opened.buckets[opened.num_started]
-                bucket.fill_with_any()
-                self._start(opened, bucket)
+                self._join_next(opened)
         sums: dict[int, Tensor] = {}
         for k, bucket in enumerate(opened.buckets[:num_started]):
             bucket.finish()
@@ -159,6 +152,22 @@ class EarlySums:
         self._is_settling = self._is_under_way = False
         opened.plan.note_outcome(is_good=not stale & (1 << num_started) - 1)
         return sums
+
+    def catch_up(self, number: int) -> None:
+        """Start what another rank has started on accelerators before a collective that takes the same way.
+
+        Args:
+            number: how many sums have been started there, since the job began.
+
+        Raises:
+            DisagreementError: an earlier error has left the ranks with different sums.
+        """
+        with self._lock:
+            opened = self._opened
+            while self._workers.num_early < number:
+                if opened is None or opened.num_started == len(opened.buckets):
+                    self._disagree()
+                self._join_next(opened)
 
     def prepare(self, reports: Sequence[EarlyReport], summed: Sequence[int]) -> None:
         """Get ready for the sum that will come next; every rank calls this after each sum.
@@ -220,6 +229,19 @@ class EarlySums:
         if plan.buckets:
             self._num_opened += 1
             self._opened = OpenBuckets(self._num_opened, plan, plan.open_buckets(self._passes))
+
+    def _join_next(self, opened: OpenBuckets) -> None:
+        bucket = opened.buckets[opened.num_started]
+        bucket.fill_with_any()
+        self._start(opened, bucket)
+
+    def _disagree(self) -> NoReturn:
+        # What only some ranks have started is still on its way, and the next sums would meet it.
+        self._workers.give_up("the ranks started different sums of gradients")
+        raise DisagreementError(
+            "The ranks have started different sums of gradients: an earlier error did not reach all of them at the "
+            "same point. Start the job again."
+        )
 
     def _start(self, opened: OpenBuckets, bucket: EarlyBucket) -> None:
         if opened.num_started == 0:

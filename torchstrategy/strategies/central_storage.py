@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.base.context import current_replica_context, is_updating
-from torchstrategy.base.devices import Placement, canonical_device, full_device_name
+from torchstrategy.base.devices import Placement, canonical_device, devices_of_process, full_device_name
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_copies
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import ReductionToOneDevice
-from torchstrategy.collectives.process_group import devices_of_process, join
+from torchstrategy.collectives.process_group import join
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory

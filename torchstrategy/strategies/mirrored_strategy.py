@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from torchstrategy.base.devices import Placement, full_device_name
+from torchstrategy.base.devices import Placement, devices_of_process, full_device_name
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.cluster_resolver.detect import find_job, warn_of_independent_copies
 from torchstrategy.cluster_resolver.torchrun import TorchrunClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.process_group import devices_of_process, join
+from torchstrategy.collectives.process_group import join
 from torchstrategy.gradients.sharded_states import classes_to_shard, describe
 from torchstrategy.strategies.strategy import Strategy
 

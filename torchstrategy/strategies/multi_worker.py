@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchstrategy.base.devices import Placement, full_device_name
+from torchstrategy.base.devices import Placement, devices_of_process, full_device_name
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import CommunicationImplementation, CommunicationOptions
@@ -18,7 +18,7 @@ from torchstrategy.cluster_resolver.detect import find_job
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
-from torchstrategy.collectives.process_group import devices_of_process, join
+from torchstrategy.collectives.process_group import join
 from torchstrategy.collectives.routes import choose_implementation
 from torchstrategy.gradients.sharded_states import classes_to_shard, describe
 from torchstrategy.strategies.extended import StrategyExtended

@@ -539,6 +539,8 @@ class Strategy:
                 watch(self)
             self._running = tuple(contexts)
             results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
+            if self.workers is not None:
+                self.workers.refuse_spoiled("Strategy.run")
             has_failed = False
             return results
         except Exception as error:
@@ -638,7 +640,9 @@ class Strategy:
         return None
 
     def _before_capture(self) -> None:
-        """Bring what this process holds up to date before a checkpoint captures it; for subclasses."""
+        """Bring what this process holds up to date before a checkpoint captures it; subclasses have more to do."""
+        if self.workers is not None:
+            self.workers.refuse_spoiled("a checkpoint")
 
     def _agree_on_structure(self, operation: str, value: Any) -> None:
         if self.workers is not None and (structure := tree.describe(tree.flatten(value)[1])):
@@ -647,6 +651,7 @@ class Strategy:
     def _explain(self, error: Exception, contexts: Sequence[ReplicaContext]) -> None:
         """Say what the error can't: the shares of a small batch, and to the other ranks, that this one failed."""
         if self.workers is not None:
+            self.workers.refuse_spoiled("Strategy.run", error)
             self.workers.watch.report("Strategy.run", error, contexts[0]._replica_id)
         shares = contexts[0].batch_shares
         if shares is None or self.num_replicas_in_sync == 1:
