@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchstrategy as ts
 from tests.accelerator import loading
-from tests.gradients.early_job import Job, net
+from tests.gradients.early_job import NUM_STEPS, Job, net
 from torchstrategy.collectives import native_groups
 
 DEVICE = loading.DEVICES[0]
@@ -198,6 +198,30 @@ def train_out_of_step(overlap: bool, in_a_thread: bool, **options: Any) -> tuple
     job.run_batches(step)
     values = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
     return values.tolist(), groups[-1].log, job.taken
+
+
+def train_with_buckets(sizes: list[int]) -> list[tuple[list[float], list[int]]]:
+    """Train with several sizes of buckets; return for each the weights, and how many sums each step has started."""
+    found = []
+    for size in sizes:
+        job = Job(strategy_on_accelerator(overlap=True, bytes_per_pack=size))
+
+        def wide() -> nn.Module:
+            return nn.Sequential(nn.Linear(5, 700), nn.Tanh(), nn.Linear(700, 700), nn.Linear(700, 3)).double()
+
+        model, optimizer = job.make(wide, lr=1e-4)
+
+        def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(x.to(DEVICE)).square().sum().backward()
+            optimizer.step()
+
+        for _, x in job.batches(NUM_STEPS):
+            job.run(step, x)
+        values = torch.cat([parameter.detach().cpu().flatten()[:50] for parameter in model.parameters()])
+        starts = "".join("s" if event == "start" else "|" for event in job.events if event != "step").split("|")
+        found.append((values.tolist(), [len(part) for part in starts]))
+    return found
 
 
 def bring_another_kind() -> str:

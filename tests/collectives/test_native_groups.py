@@ -14,6 +14,7 @@ from tests.collectives import native_programs as programs
 from tests.collectives.groups import GoneByNow, no_check
 from torchstrategy.collectives import native_groups
 from torchstrategy.collectives.native_groups import NativeBackend, NativeGroups
+from torchstrategy.collectives.summing import plan_buckets
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -150,6 +151,15 @@ def test_a_failure_that_all_ranks_have_and_outlive_ends_no_group(failures):
     assert group.ended.wait(20)
 
 
+@pytest.mark.parametrize("first_bytes", [1, 8, 40])
+def test_the_first_bucket_may_be_smaller(first_bytes):
+    tensors = [torch.zeros(2), torch.zeros(1, dtype=torch.float64), *[torch.zeros(2)] * 5]
+    buckets = plan_buckets(tensors, 24, first_bytes)
+    assert buckets == {1: [[0], [1], [2, 3, 4], [5, 6]], 8: [[0], [1], [2, 3, 4], [5, 6]]}.get(
+        first_bytes, [[0, 2, 3, 4, 5], [1], [6]]
+    )
+
+
 @accelerator
 @pytest.mark.slow
 @pytest.mark.parametrize("reads", ["in the sum", "later", "an error"])
@@ -197,6 +207,20 @@ def test_all_ranks_have_one_order_of_early_sums_and_other_collectives(in_a_threa
         assert values == pytest.approx(expected, abs=1e-10)
         assert taken == results[0][2]
     assert results[0][1] != order_at_steps  # some began early
+
+
+@accelerator
+@pytest.mark.slow
+def test_buckets_of_every_size_give_the_same_numbers():
+    sizes = [1, 10_000, 1 << 20, 0]
+    with ts.testing.ProcessPool(2) as pool:
+        results = pool.run(programs.train_with_buckets, sizes)
+    (expected, many), *others = results[0]
+    for values, _ in others:
+        assert values == pytest.approx(expected, abs=1e-10)
+    assert results[1] == results[0]
+    assert many[4] == 6  # one for each tensor
+    assert others[-1][1][4] == 2  # a small one, and the rest
 
 
 @accelerator

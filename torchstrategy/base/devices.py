@@ -64,6 +64,8 @@ class DeviceKind:
         is_traced: whether a replica function is recorded and compiled for all replicas, so that no value can be looked
             at meanwhile.
         is_compiled: whether ``ts.function`` compiles there unless it is told not to.
+        early_bytes: upper sizes in bytes of the first bucket of gradients that is summed during ``backward``, and of
+            the others. Fast links of accelerators are idle for most of a small sum; a small first one begins soon.
     """
 
     type: str
@@ -81,6 +83,7 @@ class DeviceKind:
     has_fused_steps: bool = False
     is_traced: bool = False
     is_compiled: bool = False
+    early_bytes: tuple[int, int] = (1 << 20, 64 << 20)
 
     @property
     def module(self) -> Any:
@@ -101,7 +104,7 @@ class DeviceKind:
 _KINDS = {
     kind.type: kind
     for kind in (
-        DeviceKind("cpu", has_batch_norm_statistics=True, has_fused_steps=True),
+        DeviceKind("cpu", has_batch_norm_statistics=True, has_fused_steps=True, early_bytes=(4 << 20, 4 << 20)),
         DeviceKind(
             "cuda", "GPU", "nccl", is_read_by_gloo=True, has_streams=True, pins_memory=True,
             has_batch_norm_statistics=True, has_fused_steps=True, is_compiled=True,

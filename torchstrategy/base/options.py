@@ -192,7 +192,8 @@ class CommunicationOptions:
     """How collectives between processes are carried out.
 
     Args:
-        bytes_per_pack: upper size in bytes of one gradient bucket; 0 chooses 32 MiB.
+        bytes_per_pack: upper size in bytes of one gradient bucket; 0 chooses 32 MiB. Of sums that begin during
+            ``backward`` it is at most 4 MiB on CPUs; on accelerators at most 64 MiB, and 1 MiB in the first one.
         timeout_seconds: seconds after which a collective that not all ranks have joined fails; ``None`` means 1800, and
             so do 0 and negative numbers, which tf accepts as well.
         implementation: what carries the data: a ``CommunicationImplementation``, its name in any letter case, or a name

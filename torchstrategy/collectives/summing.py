@@ -153,27 +153,29 @@ def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
+def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int, first_bytes: int | None = None) -> list[list[int]]:
     """Group the positions of tensors into buckets of one dtype and device, each of about ``bucket_bytes``.
 
     Args:
         tensors: what will be packed; only shapes, dtypes and devices count.
         bucket_bytes: size in bytes at which a bucket is closed; a larger tensor has a bucket of its own.
+        first_bytes: the same of the first bucket of each dtype and device, if it is another one.
 
     Returns:
         Positions in ``tensors``, each in exactly one bucket.
     """
     buckets: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int, int]] = {}
     for index, tensor in enumerate(tensors):
         key = (tensor.dtype, tensor.device)
         size = tensor.numel() * tensor.element_size()
-        members, filled = open_buckets.get(key, ([], 0))
-        if not members or filled + size > bucket_bytes:
-            members, filled = [], 0
+        members, filled, limit = open_buckets.get(key, ([], 0, bucket_bytes if first_bytes is None else first_bytes))
+        if members and filled + size > limit:
+            members, filled, limit = [], 0, bucket_bytes
+        if not members:
             buckets.append(members)
         members.append(index)
-        open_buckets[key] = (members, filled + size)
+        open_buckets[key] = (members, filled + size, limit)
     return buckets
 
 

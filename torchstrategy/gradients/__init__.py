@@ -46,7 +46,7 @@ difference, the next comparison is that of every ``check_every``-th sum, which b
 
 **Sums that begin during ``backward``** (``gradients/early.py``, ``early_buckets.py``) are a wager on top of that, on
 the same buckets (``dense.py``), with one replica in a process. After a step all ranks expect the optimizer that came
-next the last time, and bring its gradients in the same buckets of 4 MiB, in the order
+next the last time, and bring its gradients in the same buckets (``early_bytes`` in ``base/devices.py``), in the order
 in which they were complete on rank 0. A hook counts backward passes; when a bucket's parameters have had as many as
 before their last step, its gradients are copied and the sum of the copies starts, on CPUs on backends of its own, so
 that its order against the program's collectives is free. Two of NCCL's groups in a free order may wait for each other

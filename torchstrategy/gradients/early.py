@@ -28,8 +28,6 @@ from torchstrategy.gradients.plan import Plan
 
 __all__ = ["EarlyReport", "EarlySums"]
 
-#: Smaller than the buckets of sums at ``step``, so that there is something to overlap.
-_BUCKET_BYTES = 4 << 20
 _PLANNING = "the plan of the sums of gradients"
 _all: weakref.WeakSet[EarlySums] = weakref.WeakSet()
 
@@ -55,14 +53,14 @@ class EarlySums:
 
     Args:
         workers: the processes, each with one replica.
-        bucket_bytes: upper size in bytes of a bucket, if it is below 4 MiB.
+        bucket_bytes: upper size in bytes of a bucket, if it is below those of the kind of device (``early_bytes``).
         ledger: what the gradients are.
     """
 
     def __init__(self, workers: WorkerGroup, bucket_bytes: int, ledger: GradientLedger) -> None:
         self._workers = workers
         self._ledger = ledger
-        self._bucket_bytes = min(bucket_bytes, _BUCKET_BYTES)
+        self._bucket_bytes = bucket_bytes
         self._device_types = workers.early_device_types
         self._lock = workers.turn  # autograd has a thread for each device
         workers.early = weakref.ref(self)

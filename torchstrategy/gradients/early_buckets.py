@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchstrategy.base.devices import kind_of
 from torchstrategy.collectives.summing import plan_buckets
 from torchstrategy.gradients.dense import Bucket
 from torchstrategy.gradients.ledger import GradientLedger
@@ -97,14 +98,15 @@ class EarlyPlan:
 
         Args:
             order: the positions of all parameters in the order in which their gradients are complete.
-            bucket_bytes: size in bytes at which a bucket is closed.
+            bucket_bytes: size in bytes at which a bucket is closed, if it is below those of the kind of device.
         """
         types = self.travelling_types()
         used = [k for k in order if types[k] and self.idle[k] < _MAX_IDLE]
         self.buckets = []
         for device_type in sorted({types[k] for k in used}):
             indices = [k for k in used if types[k] == device_type]
-            buckets = plan_buckets([self.like[k] for k in indices], bucket_bytes)
+            first, rest = (min(bucket_bytes, size) for size in kind_of(device_type).early_bytes)
+            buckets = plan_buckets([self.like[k] for k in indices], rest, first)
             self.buckets += [[indices[i] for i in bucket] for bucket in buckets]
         place = {k: i for i, k in enumerate(used)}
         self.buckets.sort(key=lambda bucket: place[bucket[-1]])  # those of another dtype may be complete sooner
