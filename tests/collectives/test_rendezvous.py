@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_equal_processes_meet_and_others_differ():
     assert "version: rank 2 has 2, rank 0 has 1" in str(errors[2]) or "rank 1 has 1" in str(errors[2])
 
 
+def test_a_difference_is_told_to_all_that_have_come_before_the_others_do(monkeypatch):
+    monkeypatch.setattr(rounds, "_LAST_WORDS_S", 0.2)
+    errors = meet_all(HashStore(), ["1", "1", "1", "2"], timeout_s=60.0, only=[0, 1, 3])
+    for rank, error in zip([0, 1, 3], errors, strict=True):
+        assert isinstance(error, ts.errors.DisagreementError)
+        assert "rank 3 has 2" in str(error)
+        assert f"rank {rank} has" in str(error)
+
+
 def test_those_that_do_not_come_are_named():
     errors = meet_all(HashStore(), ["1"] * 4, timeout_s=0.3, only=[0, 2])
     assert all("Rank 1, Rank 3 did not make its strategy within 0.3 s" in str(error) for error in errors)
@@ -67,19 +77,25 @@ def test_who_is_waited_for_is_said_again_and_again(monkeypatch, caplog):
 
 def test_many_processes_ask_the_store_for_little():
     size, store = 100, HashStore()
-    counted = {"check": 0, "multi_get": 0, "add": 0}
+    counted = []
 
     class Counting:
         def __getattr__(self, name):
-            if name in counted:
-                counted[name] += 1
-            return getattr(store, name)
+            def call(*args):
+                found = getattr(store, name)(*args)
+                counted.append(len(str((args, found))))
+                return found
 
-    for rank in range(1, size):
-        store.set(f"here/{rank}", '{"version": "1"}')
-        store.add("arrived", 1)
-    wait_for_all(Counting(), job_of(0, size), {"version": "1"}, 20.0)
-    assert sum(counted.values()) <= 4
+            return call
+
+    cluster = str(list(range(1000)))  # of a description, which all have and one has to send
+    for rank in range(2):
+        counted.clear()
+        store.add("arrived", size - 1)
+        assert wait_for_all(Counting(), job_of(rank, size), {"cluster": cluster}, 20.0)
+        store.add("arrived", -size)
+    assert len(counted) == 3
+    assert sum(counted) < 500
 
 
 class Watch:
@@ -96,7 +112,8 @@ def test_a_rank_that_has_ended_is_not_waited_for():
     with pytest.raises(ts.errors.ReplicaFailedError, match="Rank 1 has ended its program"):
         wait_for_all(HashStore(), job_of(0, 3), {}, 60.0, Watch(1))
     store = HashStore()
-    store.set("here/1", "{}")  # it came before it ended
+    store.append("here", "1 ")  # it came before it ended
+    store.add("arrived", 1)
     wait_for_all(store, job_of(0, 2), {}, 60.0, Watch(1))
 
 
@@ -106,6 +123,32 @@ def test_a_process_that_comes_again_is_refused(monkeypatch):
     monkeypatch.setattr(rendezvous, "_open_store", lambda job, timeout_s: store)
     with pytest.raises(RuntimeError, match="has joined this job before"):
         rendezvous.meet(job_of(0, 2, port=2), {}, timeout_s=0.2)
+
+
+def cards(*names):
+    store = HashStore()
+    for rank, name in reversed(list(enumerate(names))):
+        store.append("cards", f'[{rank}, "{name}", "127.0.0.1"]\n')
+    return store
+
+
+def test_the_last_rank_says_who_is_on_which_host():
+    size = 1000
+    store = cards(*(["x" * 100] * size))
+    assert rendezvous._hosts_of_all(store, job_of(7, size), is_last=True) == (0,) * size
+    assert len(store.get("hosts")) < 30
+    store.delete_key("cards")
+    assert rendezvous._hosts_of_all(store, job_of(8, size), is_last=False) == (0,) * size
+    store = cards("a", "b")
+    for rank in range(2):
+        with pytest.raises(RuntimeError, match=r"Rank 0 knows itself as 127\.0\.0\.1, which .* can't reach"):
+            rendezvous._hosts_of_all(store, job_of(rank, 2), is_last=rank == 0)
+
+
+def test_the_hosts_are_known_though_the_last_rank_is_stopped():
+    store = cards("a", "a", "a")
+    store.set_timeout(timedelta(seconds=0.1))
+    assert rendezvous._hosts_of_all(store, job_of(1, 3), is_last=False) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
@@ -245,7 +288,7 @@ def test_whoever_waits_hears_from_a_launcher_how_a_rank_has_ended(monkeypatch):
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 2)]
     for thread in threads:
         thread.start()
-    until(lambda: store.check(["torchstrategy/0/job/here/0", "torchstrategy/0/job/here/2"]))
+    until(lambda: len(store.get("torchstrategy/0/job/here").split()) == 2)
     own = store_of_job(store, 0)
     report_end(own, 1, "has ended before the job had started: exit status 3 (process 4 on there)")
     report_end(own, 3, "has ended before the job had started: killed by SIGTERM (process 5 on there)")

@@ -32,14 +32,25 @@ from torchstrategy.collectives.connections import (
 )
 from torchstrategy.errors import DeadlineExceededError
 
-__all__ = ["Channel", "Roll", "connect_ranks", "end_of", "lost_connection", "report_end", "store_of_job"]
+__all__ = [
+    "DIFFERS",
+    "ENDED",
+    "Channel",
+    "Roll",
+    "connect_ranks",
+    "end_of",
+    "lost_connection",
+    "report_end",
+    "store_of_job",
+]
 
 _CALL_S = 5.0
 _MOST_TOLD = 10_000
 _LOOK_S = 0.5
 _ASK_AGAIN_S = 0.02
 _DIED = "has died while the job was starting (process {pid} on {host}: its connection closed)"
-_ENDED = 1 << 20  # more than there are ranks, in the count of those that have arrived
+#: What a rank that has ended, and one that differs from the first, adds to the count of those that have arrived.
+ENDED, DIFFERS = 1 << 20, 1 << 40
 
 
 def store_of_job(store: Store, attempt: int) -> Store:
@@ -56,7 +67,7 @@ def report_end(own: Store, rank: int, how: str) -> None:
         how: as a part of a sentence.
     """
     own.compare_set("ended", "", json.dumps(lost_record(rank, how)))  # the first one is the cause
-    own.add("arrived", _ENDED)
+    own.add("arrived", ENDED)
 
 
 def end_of(own: Store, num_arrived: int) -> Message | None:
@@ -66,7 +77,7 @@ def end_of(own: Store, num_arrived: int) -> Message | None:
         own: the job's part of the store.
         num_arrived: the count of those that have arrived, which tells it without another request.
     """
-    return dict(json.loads(own.get("ended"))) if num_arrived >= _ENDED else None
+    return dict(json.loads(own.get("ended"))) if num_arrived % DIFFERS >= ENDED else None
 
 
 class Roll:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import itertools
 import json
 import os
 import socket
@@ -17,7 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from torchstrategy import patches
 from torchstrategy.base import addresses
@@ -181,11 +188,9 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     address = _own_address(job.address, job.port)
     if job.size > 1:
         roll.join(own, address)
-    own.set(f"host/{job.rank}", json.dumps([_host_identity(), address]))
-    wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
-    cards = own.multi_get([f"host/{rank}" for rank in range(job.size)])
-    names, addresses = zip(*map(json.loads, cards), strict=True)
-    hosts = _number_hosts(job, names, addresses)
+    own.append("cards", json.dumps([job.rank, _host_identity(), address]) + "\n")  # type: ignore[attr-defined]
+    is_last = wait_for_all(own, job, rendezvous.description, timeout_s, roll=roll)
+    hosts = _hosts_of_all(own, job, is_last=is_last)
     try:
         watch = FailureWatch(PrefixStore("control", own), job.rank, hosts, address, timeout_s, thread)
     except OSError as error:
@@ -197,11 +202,42 @@ def _connect(rendezvous: _FirstRendezvous, roll: Roll, thread: int) -> _Joined:
     return _Joined(PrefixStore(f"torchstrategy/{attempt}", store), watch, address, hosts)
 
 
+def _hosts_of_all(own: Store, job: Job, *, is_last: bool) -> tuple[int, ...]:
+    """Return for each rank the number of its host.
+
+    The last rank that came reads all cards and writes what follows from them, which the others read.
+
+    Raises:
+        RuntimeError: a process can't be reached from other hosts; on all ranks.
+    """
+    summary = b""
+    if not is_last:
+        with contextlib.suppress(DistStoreError):  # that rank is stopped; whoever connects to it will name it
+            summary = own.get("hosts")
+    if not summary:
+        cards = sorted(map(json.loads, own.get("cards").splitlines()))
+        own.set("hosts", _summary(job, [name for _, name, _ in cards], [address for _, _, address in cards]))
+        summary = own.get("hosts")
+    error, runs = json.loads(summary)
+    if error is not None:
+        raise RuntimeError(error)
+    return tuple(host for host, count in runs for _ in range(count))
+
+
+def _summary(job: Job, names: Sequence[str], addresses: Sequence[str]) -> str:
+    """Return what is wrong with the ranks' hosts, or how many ranks one after the other are on which host."""
+    try:
+        hosts = _number_hosts(job, names, addresses)
+    except RuntimeError as error:
+        return json.dumps([str(error), []])
+    return json.dumps([None, [[host, len(list(ranks))] for host, ranks in itertools.groupby(hosts)]])
+
+
 def _number_hosts(job: Job, names: Sequence[str], addresses: Sequence[str]) -> tuple[int, ...]:
     """Return for each rank the number of its host.
 
     Raises:
-        RuntimeError: a process can't be reached from other hosts; on all ranks.
+        RuntimeError: a process can't be reached from other hosts.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     for rank, address in enumerate(addresses):

@@ -8,19 +8,21 @@ waits for them: who comes before rank 0 finds an earlier round.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.collectives.connections import Message
 from torchstrategy.collectives.failures import FailureWatch, describe
-from torchstrategy.collectives.joining import Roll, end_of, store_of_job
+from torchstrategy.collectives.joining import DIFFERS, ENDED, Roll, end_of, store_of_job
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = [
@@ -126,8 +128,11 @@ def wait_for_all(
     timeout_s: float,
     watch: FailureWatch | None = None,
     roll: Roll | None = None,
-) -> None:
+) -> bool:
     """Wait until all processes are here, and compare what they say about themselves as they come.
+
+    Each one is compared with the first that came, by a hash, and counted. So each asks the store for a few short
+    entries, however many there are: one that differs says so, and the count, which all watch, tells it.
 
     Args:
         store: of this meeting; each one begins with an empty store.
@@ -137,51 +142,54 @@ def wait_for_all(
         watch: knows of failures once all have joined; ``None`` while they gather.
         roll: who is there while they gather.
 
+    Returns:
+        Whether this process came last, and so knows before all others that they are here.
+
     Raises:
         DisagreementError: another process describes itself differently.
         DeadlineExceededError: another process did not come.
         ReplicaFailedError: another process failed, or has ended.
     """
     raise_if_failed(watch)
-    store.set(f"here/{job.rank}", json.dumps(description))
-    store.add("arrived", 1)
-    missing = [rank for rank in range(job.size) if rank != job.rank]
+    num_arrived = int(store.add("arrived", 1 if _is_as_first(store, job, description) else DIFFERS))
+    is_last = num_arrived % ENDED == job.size
+    # Read only if something is wrong.
+    store.append("here", f"{job.rank} ")  # type: ignore[attr-defined]
     deadline = time.monotonic() + timeout_s
     say_at = time.monotonic() + PATIENCE_S
     launcher = os.getppid()
-    look_at = 0.0  # in between, one number says whether all are here
-    while missing:
+    while True:
         is_late = time.monotonic() > deadline
-        ended = [rank for rank in missing if watch is not None and rank in watch.gone]
-        num_arrived = store.add("arrived", 0)
-        if roll is not None:
-            if job.hosted:
-                _wait_in_round(store, job, launcher)
-            _look_who_is_gone(store, job, roll, num_arrived, missing)
-        if is_late or ended or time.monotonic() >= look_at or num_arrived >= job.size:
-            for rank, theirs in _arrived(store, missing).items():
-                missing.remove(rank)
-                _compare(store, job, description, rank, json.loads(theirs))
-            look_at = time.monotonic() + job.size * len(missing) * _REQUEST_S
+        if roll is not None and job.hosted:
+            _wait_in_round(store, job, launcher)
+        if num_arrived >= DIFFERS:
+            _raise_difference(store, job, description)
         raise_if_failed(watch)
-        if watch is not None and (gone := [rank for rank in ended if rank in missing]):
+        if num_arrived % ENDED >= job.size:
+            return is_last
+        if roll is not None:
+            _look_who_is_gone(store, job, roll, num_arrived)
+        gone = [] if watch is None or not watch.gone else [r for r in _missing(store, job) if r in watch.gone]
+        if watch is not None and gone:
             raise ReplicaFailedError(f"{named(job, gone[0])} has ended its program.\n(This rank was {watch.position}.)")
-        if missing and is_late:
-            names = ", ".join(named(job, rank) for rank in missing)
+        if is_late:
+            names = ", ".join(named(job, rank) for rank in _missing(store, job))
             where = _why_absent(job) if watch is None else f" {watch.where_is_everyone()}"
             raise DeadlineExceededError(
                 f"{names} did not make its strategy within {timeout_s:g} s. Every process must start, and make the "
                 f"same strategies in the same order.{where}"
             )
-        if missing and time.monotonic() > say_at and (job.rank == 0 or 0 in missing):
+        if time.monotonic() > say_at:
             say_at += AGAIN_S
-            names = ", ".join(named(job, rank) for rank in missing)
-            logger.warning("Waiting for %s to make its strategy.%s", names, "" if watch else _why_absent(job))
-        if missing:
-            time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+            missing = _missing(store, job)
+            if missing and (job.rank == 0 or 0 in missing):
+                names = ", ".join(named(job, rank) for rank in missing)
+                logger.warning("Waiting for %s to make its strategy.%s", names, "" if watch else _why_absent(job))
+        time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+        num_arrived = int(store.add("arrived", 0))
 
 
-def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, missing: Sequence[int]) -> None:
+def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int) -> None:
     """Raise if a rank has died before all have come; what its launcher says of it goes before what the others see.
 
     If all have come, they have errors of their own, or ``_in_time`` finds who is gone.
@@ -190,12 +198,9 @@ def _look_who_is_gone(store: Store, job: Job, roll: Roll, num_arrived: int, miss
     if failure is None and roll.failure is not None:
         time.sleep(_LAUNCHER_S if job.hosted else 0.0)
         failure = end_of(store, store.add("arrived", 0)) or roll.failure
-    if failure is not None:
-        here = _arrived(store, missing)
-        absent = [rank for rank in missing if rank not in here]
-        if absent:
-            roll.tell(failure)
-            raise_gone(job, failure, absent)
+    if failure is not None and (absent := _missing(store, job)):
+        roll.tell(failure)
+        raise_gone(job, failure, absent)
 
 
 def raise_gone(job: Job, failure: Message, missing: Sequence[int] = ()) -> NoReturn:
@@ -220,33 +225,45 @@ def raise_gone(job: Job, failure: Message, missing: Sequence[int] = ()) -> NoRet
     raise kind(f"{text}\n(This rank was waiting for the others to start.)")
 
 
-def _arrived(store: Store, missing: Sequence[int]) -> dict[int, bytes]:
-    """Return what those ranks say that are here by now."""
-    keys = {rank: f"here/{rank}" for rank in missing}
-    if not store.check(list(keys.values())):
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
+def _missing(store: Store, job: Job) -> list[int]:
+    """Return who is not here yet."""
+    here = set(map(int, store.get("here").split()))
+    return [rank for rank in range(job.size) if rank not in here]
 
 
-def _compare(store: Store, job: Job, description: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> None:
-    """Check that another process describes itself as this one does.
+def _is_as_first(store: Store, job: Job, description: Mapping[str, str]) -> bool:
+    """Say whether this process describes itself as the first one that came; be the first if there is none."""
+    own = json.dumps([job.rank, description], sort_keys=True)
+    mark = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    first, theirs = store.compare_set("first", "", f"{job.rank} {mark}").decode().split()
+    if int(first) == job.rank:
+        store.set("as first", own)
+    elif theirs != mark:
+        store.compare_set("differs", "", own)
+    return theirs == mark
+
+
+def _raise_difference(store: Store, job: Job, description: Mapping[str, str]) -> NoReturn:
+    """Raise what differs between this process and another one.
 
     Raises:
-        DisagreementError: it does not.
+        DisagreementError: always.
     """
-    names = [name for name in {**description, **theirs} if description.get(name) != theirs.get(name)]
-    if not names:
-        return
+    first, differing = json.loads(store.get("as first")), json.loads(store.get("differs"))
+    other, theirs = first if differing[1] == description else differing
     rows = [
         f"  {name}: rank {job.rank} has {description.get(name, 'nothing')}, rank {other} has "
         f"{theirs.get(name, 'nothing')}"
-        for name in names
+        for name in {**description, **theirs}
+        if description.get(name) != theirs.get(name)
     ]
-    # The store may end with this process: let the other one read what it needs to say the same.
-    store.set(f"differs/{job.rank}", "")
+    # The store may end with this process: let the others read what they need to say the same.
     deadline = time.monotonic() + _LAST_WORDS_S
-    while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    with contextlib.suppress(DistError):  # it has ended
+        num_told = store.add("told", 1)
+        while num_told < job.size and time.monotonic() < deadline:
+            time.sleep(max(_POLL_S, job.size * _REQUEST_S))
+            num_told = store.add("told", 0)
     raise DisagreementError(
         "The processes of this job are not set up alike:\n"
         + "\n".join(rows)
