@@ -13,7 +13,7 @@ _NOW = (
     "torchstrategy.base.context",
     "torchstrategy.base.options",
     "torchstrategy.base.values",
-    "torchstrategy.base.version",
+    "torchstrategy.base",
     "torchstrategy.collectives.cross_device_ops",
     "torchstrategy.errors",
     "torchstrategy.nn",

@@ -20,6 +20,7 @@ from torchstrategy import testing as testing
 from torchstrategy import tpu as tpu
 from torchstrategy import train as train
 from torchstrategy import utils as utils
+from torchstrategy.base import __version__ as __version__
 from torchstrategy.base.context import has_strategy as has_strategy
 from torchstrategy.base.context import in_cross_replica_context as in_cross_replica_context
 from torchstrategy.base.options import InputOptions as InputOptions
@@ -31,7 +32,6 @@ from torchstrategy.base.options import VariableSynchronization as VariableSynchr
 from torchstrategy.base.values import DistributedValues as DistributedValues
 from torchstrategy.base.values import Mirrored as Mirrored
 from torchstrategy.base.values import PerReplica as PerReplica
-from torchstrategy.base.version import __version__ as __version__
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from torchstrategy.collectives.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from torchstrategy.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce

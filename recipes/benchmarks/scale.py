@@ -84,7 +84,7 @@ def simulate(bodies: Sequence[bytes], per_host: int, options: dict[str, Any]) ->
     """Let simulated ranks exchange their bodies; return them afterwards."""
     size = len(bodies)
     is_mesh = size <= records.MAX_MESH_SIZE
-    tree = records._Tree([rank // per_host for rank in range(size)])
+    tree = records.Tree([rank // per_host for rank in range(size)])
     ranks = [Rank(options) for _ in bodies]
     channels: list[dict[int, Any]] = [{} for _ in bodies]
     if is_mesh:

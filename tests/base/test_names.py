@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchstrategy.base.names import find, snake_case
+from torchstrategy.base.names import alike, find, named_ranks, snake_case
 
 KNOWN = {"mse": 1, "MeanSquaredError": 2, "mean_squared_error": 3}
 
@@ -43,3 +43,12 @@ def test_similar_names_are_listed():
 )
 def test_classes_are_named_as_by_keras(name, expected):
     assert snake_case(name) == expected
+
+
+def test_of_many_ranks_those_that_are_alike_are_named_together():
+    assert alike([[1], [1], [2]]) == [([0], [1]), ([1], [1]), ([2], [2])]
+    many = alike([[1]] * 500 + [[2]] + [[1]] * 500)
+    assert [(named_ranks(ranks), value) for ranks, value in many] == [
+        ("ranks 0 to 499, 501 to 1000", [1]),
+        ("rank 500", [2]),
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchstrategy.base.version import __version__
+from torchstrategy.base import __version__
 from torchstrategy.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@ import pytest
 
 from tests.cli.fake_host import FakeHost, make_job, only
 from torchstrategy import patches
-from torchstrategy.base.version import __version__
+from torchstrategy.base import __version__
 from torchstrategy.cli.host_checks import (
     check_backends,
     check_cores,

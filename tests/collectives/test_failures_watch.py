@@ -7,12 +7,16 @@ import time
 import pytest
 from torch.distributed import HashStore
 
+from torchstrategy.collectives import notices
 from torchstrategy.collectives.failures import FailureWatch
 
 
-@pytest.fixture
-def watches():
-    """A function that makes the watches of a layout of hosts, each in a thread."""
+@pytest.fixture(params=["pairs", 1])
+def watches(request, monkeypatch):
+    """A function that makes the watches of a layout of hosts, each in a thread; in pairs, or in a tree."""
+    if request.param != "pairs":
+        monkeypatch.setattr(notices, "MAX_MESH_SIZE", 1)
+        monkeypatch.setattr(notices, "_NUM_CHILDREN", request.param)
     made = {}
     hook = sys.excepthook
 
@@ -134,11 +138,45 @@ def test_a_failure_of_all_is_outlived_if_one_is_late(watches):
     for thread in threads[:2]:
         thread.start()
     until(lambda: all(watch.num_collectives == 2 for watch in ranks[:2]))
-    until(lambda: ranks[0]._aware.get(1) == ranks[1]._aware.get(0) == 2)  # each knows of the other one
+    until(lambda: all(watch._failures._aware[0].get(2) == 0b11 for watch in ranks[:2]))  # each knows of the other one
     threads[2].start()
     for thread in threads:
         thread.join(timeout=20)
     assert outcomes == {0: True, 1: True, 2: True}
+
+
+def test_a_failure_is_not_outlived_if_another_rank_goes_on(watches):
+    first, second, third = watches((0, 0, 1))
+    for watch in (first, second, third):
+        watch.num_collectives = 1
+    outcome = []
+    first.report("run", ValueError("x"))
+    second.report("run", ValueError("y"))
+    thread = threading.Thread(target=lambda: outcome.append(first.recover()))
+    thread.start()
+    time.sleep(0.1)
+    assert outcome == []  # the third may be about to fail
+    third.num_collectives = 2
+    assert not third.recover()
+    thread.join(timeout=5)  # where it would wait for ten seconds
+    assert outcome == [False]
+
+
+def test_all_ranks_ask_at_once_and_each_answers_once(watches):
+    ranks = watches((0, 0, 1, 2, 3))
+    texts = [None] * 5
+
+    def ask(number):
+        texts[number] = ranks[number].where_is_everyone()
+
+    for _ in range(2):
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert all(f"rank {rank}: start-up" in text for text in texts for rank in range(5))
+    assert ranks[0]._question <= 4
 
 
 def test_which_collectives_a_failed_rank_had_got_through(watches):

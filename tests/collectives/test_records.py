@@ -98,7 +98,7 @@ def test_ranks_of_a_tree_have_few_connections(trees):
 
 @pytest.mark.parametrize("per_host", [1, 8, 4096])
 def test_no_rank_of_a_large_tree_has_many_connections_or_is_far_away(per_host):
-    tree = records._Tree([rank // per_host for rank in range(4096)])
+    tree = records.Tree([rank // per_host for rank in range(4096)])
     assert max(map(len, tree.children)) <= 16
     depths = [0] * 4096
     for rank in tree.order[1:]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 __all__ = [
+    "alike",
     "difference_of_ranks",
     "dtype_name",
     "find",
@@ -23,6 +24,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _MOST_LISTED = 4  # ranks that follow each other
+_MOST_LINES = 16
 _MOST_NAMED = 4  # tensors in an error
 
 
@@ -102,13 +104,26 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}" if ranks else "none"
 
 
+def alike(values: Sequence[_T]) -> list[tuple[list[int], _T]]:
+    """Return ranks with what is of each, for one line of an error each; of many ranks those together that are alike.
+
+    Args:
+        values: one for each rank.
+    """
+    found: dict[object, tuple[list[int], _T]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(repr(value) if len(values) > _MOST_LINES else rank, ([], value))[0].append(rank)
+    return list(found.values())
+
+
 def difference_of_ranks(brought: Sequence[Any]) -> str:
     """Say what each rank brought, in lines; of long lists only the number of entries and the first difference."""
     if not all(isinstance(value, list) for value in brought):
-        return "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(brought))
+        return "\n".join(f"  {named_ranks(ranks)}: {value}" for ranks, value in alike(brought))
     columns = list(itertools.zip_longest(*brought, fillvalue="nothing"))
     index, column = next((i, column) for i, column in enumerate(columns) if any(v != column[0] for v in column))
-    lines = [f"  rank {rank}: {value} ({len(brought[rank])} in all)" for rank, value in enumerate(column)]
+    rows = alike([(value, len(own)) for value, own in zip(column, brought, strict=True)])
+    lines = [f"  {named_ranks(ranks)}: {value} ({length} in all)" for ranks, (value, length) in rows]
     return "\n".join([f"The first difference is at position {index}:", *lines])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchstrategy.base.version import __version__
+from torchstrategy.base import __version__
 
 __all__ = ["main"]
 

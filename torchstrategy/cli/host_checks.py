@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy import patches
+from torchstrategy.base import __version__
 from torchstrategy.base.job import Job
-from torchstrategy.base.version import __version__
 from torchstrategy.cli.host import Finding, Host, Status, version_of
 from torchstrategy.xla.runtime import check_installation
 

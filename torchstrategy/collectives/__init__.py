@@ -13,7 +13,7 @@ them.
 
 Records travel over TCP connections which the calling thread itself reads and writes: a gloo collective of this size
 hands over to other threads and takes several times as long. Up to 16 ranks there is one connection for each pair;
-above that each rank writes to its host's first rank, these to rank 0, and the answers come back the same way.
+above that they are a tree, up and down which records go.
 
 Data travels over **backends** (``backends.py``, ``shared_memory.py``), which ``routes.py`` chooses by size and
 place:
@@ -47,11 +47,16 @@ never came, ``torchstrategy launch`` tells in the store. Every listener reads ma
 within seconds (``Door`` in ``collectives/connections.py``).
 
 Afterwards they talk over a **control plane** (``collectives/control.py``), and the store is needed only for further
-strategies. The first rank of each host is its leader; each rank holds one connection to its leader, and leaders one
-to each other, so a host of eight ranks costs the others one connection. A host is a kernel, a network and a PID
-namespace, and a shared memory. One thread of each process serves them and answers also while the program computes or
-waits. A rank that fails says so before it raises, and the others, also those that wait in a collective, raise
-``ReplicaFailedError`` with its name and its error.
+strategies. Up to 16 ranks the first rank of each host is its leader; each rank holds one connection to its leader, and
+leaders one to each other. More are the tree of records, in which none has more than 17. A host is a kernel, a network
+and a PID namespace, and a shared memory. One thread of each process serves them and answers also while the program
+computes or waits. A rank that fails says so before it raises, and the others, also those that wait in a collective,
+raise ``ReplicaFailedError`` with its name and its error.
+
+What one says to all goes over each connection once, equal things of several ranks together, and comes back as one
+acknowledgement when all behind a connection know it (``collectives/notices.py``). A rank of the tree that dies cuts it,
+and is the failure that both sides tell their own; what is said later does not cross the gap. It would need a second way
+to each rank: the job is over, and what the ranks behind say in their errors names the same rank.
 
 - A process that **died** is known by its closed connection, within milliseconds. Forked children, such as loader
   workers, close their copies of the connections, which would otherwise outlive their parent.
@@ -59,11 +64,11 @@ waits. A rank that fails says so before it raises, and the others, also those th
   once if a rank has died, and after 5 seconds in which the accelerator waits if one has failed. Results are NaN then,
   ``run`` and checkpoints raise (``native_groups.py``).
 - A process that is **stopped or cut off** is known by its silence, for 10 seconds (``TORCHSTRATEGY_HEARTBEAT_S``). A
-  leader also asks the kernel about silent processes of its own host, since native code may keep Python's threads from
-  running for long. For the same reason a small process beats for each leader, over connections of its own, unless the
-  kernel says that the leader is stopped (``base/job.py``). TCP's keepalive can't do that: the kernel answers for
-  stopped processes, too. Silence counts only for those who wait: a rank that is heard again before anyone needed it is
-  forgiven.
+  rank also asks the kernel about silent ones of its own host, since native code may keep Python's threads from running
+  for long. For the same reason a small process beats for each rank that is connected to another host, over connections
+  of its own, unless the kernel says that the rank is stopped (``base/job.py``). TCP's keepalive can't do that: the
+  kernel answers for stopped processes, too. Silence counts only for those who wait: a rank that is heard again before
+  anyone needed it is forgiven.
 - A **connection for data** that breaks though both ends live is seen by these two only, which tell all others. They do
   so a moment later, in which the other end may be found dead, or says what has happened to it.
 - When **nothing goes on** for a minute (``TORCHSTRATEGY_STALL_S``), the first rank that waits logs who waits where and

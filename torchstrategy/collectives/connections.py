@@ -16,18 +16,17 @@ from typing import Any
 
 from torchstrategy.base.addresses import BACKLOG
 from torchstrategy.base.log import logger
+from torchstrategy.collectives.notices import Message
 
 __all__ = [
     "BACKLOG",
     "Ask",
     "Check",
     "Door",
-    "Message",
     "Peer",
     "frame",
     "is_stopped",
     "lookup_name",
-    "lost_record",
     "read_hello",
     "say",
     "signed_call",
@@ -43,8 +42,6 @@ _MOST_CALLERS = 128
 _AT_ONCE = 16  # those who were let in earlier are read in between
 _NO_FILES_S = 0.05
 _MOST_SAID = 10
-
-Message = dict[str, Any]
 
 
 class Peer:
@@ -64,6 +61,8 @@ class Peer:
         self._pid = pid
         self.received = bytearray()
         self.unsent = bytearray()
+        #: Until when what is to be said is gathered.
+        self.gathers_until = 0.0
         self.heard_at = time.monotonic()
         self.is_silent = False
 
@@ -122,16 +121,6 @@ def is_stopped(stat: Path) -> bool:
         OSError: it is gone, or there is no such file.
     """
     return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
-
-
-def lost_record(rank: int | str, how: str) -> dict[str, Any]:
-    """Return what is known of the failure of a rank that can't tell of it; without an operation.
-
-    Args:
-        rank: its id, or several as a text.
-        how: what happened to it, as a part of a sentence.
-    """
-    return {"rank": rank, "replica": None, "operation": None, "error": how, "num_collectives": -1, "num_passed": -1}
 
 
 def frame(message: Message) -> bytes:

@@ -1,10 +1,10 @@
 """The job's control plane: short messages between all processes, and who of them is still there.
 
-The first rank of each host is its leader. Every process holds one TCP connection to its leader, and leaders one to
-each other. A thread serves them, so that a process answers while its program computes or waits; messages are JSON. A
-process that dies closes its connection, one that is stopped or cut off stops sending heartbeats.
+Every process holds TCP connections to a few others (``Ways`` in ``notices.py``). A thread serves them, so that a
+process answers while its program computes or waits; messages are JSON. A process that dies closes its connections, one
+that is stopped or cut off stops sending heartbeats; those that are connected to it tell the others.
 
-A leader has a second connection to each other one, over which a process of its own beats while native code keeps the
+Processes of two hosts have a second connection, over which a process of its own beats while native code keeps the
 thread from running (``Pulse``). TCP's own keepalive would not do: the kernel answers for a stopped process, too.
 """
 
@@ -28,18 +28,19 @@ from torchstrategy.base.job import Pulse, heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.collectives.connections import (
     BACKLOG,
-    Message,
     Peer,
     frame,
-    lost_record,
     read_hello,
     signed_call,
     signed_door,
 )
+from torchstrategy.collectives.notices import Message, Notices, Ways, lost_record, ranks_of
 
 __all__ = ["ControlPlane"]
 
 _FLUSH_S = 1.0
+# What comes so soon after something was sent to a rank waits, to go together.
+_TOGETHER_S = 0.01
 
 
 class _OnLost(Protocol):
@@ -50,11 +51,13 @@ class ControlPlane:
     """One process's connections; made by all processes of a job together.
 
     Args:
-        store: where leaders publish their addresses; with a prefix of its own. It is not needed afterwards.
+        store: where ranks to which others connect publish their addresses; with a prefix of its own. It is not needed
+            afterwards.
         rank: this process's id.
         hosts: for each rank the number of its host.
         address: this process's address, as the others can reach it.
-        on_message: called in the plane's thread with another rank's message.
+        on_message: called in the plane's thread with a message and by whom it is, a number whose bits are ranks. One of
+            kind ``"told"`` by this rank says how many of its messages all others know.
         on_lost: called in the plane's thread with a rank and whether its connection closed; else it is silent.
         on_back: called there with a rank that was silent and is heard again.
         timeout_s: seconds in which all connections must be there.
@@ -77,15 +80,18 @@ class ControlPlane:
     ) -> None:
         self._rank = rank
         self._hosts = hosts
+        self._ways = Ways(rank, hosts)
+        self._notices = Notices(self._ways, lambda number: on_message(1 << rank, {"kind": "told", "body": number}))
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_back = on_back
         self._heartbeat_s = heartbeat_seconds()
-        self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._peers: dict[int, Peer] = {}
         self._pulse: Pulse | None = None
         self._left: set[int] = set()
         self._outbox: deque[Message] = deque()
+        self._num_posted = 0
+        self._posting = threading.RLock()  # a signal's handler may post, too
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._stop = False
@@ -104,16 +110,24 @@ class ControlPlane:
         self._thread = threading.Thread(target=self._serve, name="torchstrategy-control", daemon=True)
         self._thread.start()
 
-    def post(self, kind: str, body: Any = None, to: int | None = None) -> None:
-        """Send a message to one rank, or to all others.
+    def post(self, kind: str, body: Any = None, own: Any = None) -> int:
+        """Send a message to all others.
 
         Args:
             kind: what kind of message it is.
-            body: anything JSON can hold, at most a megabyte.
-            to: the rank; ``None`` for all.
+            body: anything JSON can hold, at most a megabyte with the rest. Ranks' messages of equal kind and body are
+                united.
+            own: what goes with it; of messages that are united only the first one's arrives.
+
+        Returns:
+            The number of this rank's messages with it.
         """
-        self._outbox.append({"from": self._rank, "to": to, "kind": kind, "body": body})
+        with self._posting:
+            self._num_posted += 1
+            self._outbox.append({"by": 1 << self._rank, "kind": kind, "body": body, "own": own})
+            number = self._num_posted
         self._wake()
+        return number
 
     @property
     def is_connected(self) -> bool:
@@ -122,8 +136,7 @@ class ControlPlane:
 
     def relays(self, other: int) -> set[int]:
         """Return the ranks that pass on messages between this one and another."""
-        leaders = {self._hosts.index(self._hosts[rank]) for rank in (self._rank, other)}
-        return leaders - {self._rank, other}
+        return self._ways.relays(other)
 
     def close(self) -> None:
         """Say that this process leaves, and close the connections."""
@@ -140,35 +153,39 @@ class ControlPlane:
     # --- connecting
 
     def _connect(self, store: Store, address: str, timeout_s: float) -> None:
-        leader = self._hosts.index(self._hosts[self._rank])
         if self._rank == 0:
             store.set("key", secrets.token_hex(32))
         key = _wait_for(store, "key", 0)
-        if leader != self._rank:
-            self._call(leader, store, key, timeout_s)
-            return
-        above = [other for other in self._leaders if other > self._rank]
-        expected = {*above, *(r for r, host in enumerate(self._hosts) if host == self._hosts[leader])} - {leader}
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=BACKLOG) as listener:
-            store.set(f"address/{self._rank}", f"{address} {listener.getsockname()[1]}")
-            for other in self._leaders[: self._leaders.index(leader)]:
+        expected = self._ways.answers
+        with contextlib.ExitStack() as stack:
+            if expected:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=BACKLOG))
+                store.set(f"address/{self._rank}", f"{address} {listener.getsockname()[1]}")
+            for other in self._ways.calls:
                 self._call(other, store, key, timeout_s)
-            deadline = time.monotonic() + timeout_s
-            with signed_door(listener, key, expected) as door:
-                while missing := [
-                    r for r in expected if r not in self._peers or (r in above and not self._peers[r].pulse)
-                ]:
+            if expected:
+                deadline = time.monotonic() + timeout_s
+                door = stack.enter_context(signed_door(listener, key, expected))
+                while missing := [other for other in expected if not self._is_welcome(other)]:
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
-                        self._give_up(sorted(missing), f"did not connect within {timeout_s:g} s")
+                        self._give_up(missing, f"did not connect within {timeout_s:g} s")
                     for connection, hello in door.wait(remaining):
                         self._welcome(connection, read_hello(hello))
+
+    def _is_welcome(self, other: int) -> bool:
+        peer = self._peers.get(other)
+        return peer is not None and (self._is_here(other) or peer.pulse is not None)
+
+    def _is_here(self, other: int) -> bool:
+        return self._hosts[other] == self._hosts[self._rank]
 
     def _give_up(self, missing: Sequence[int], how: str) -> NoReturn:
         """Tell the ranks that are connected whom this one waited for; else they would take this one for the culprit."""
         names = ", ".join(map(str, missing))
-        message = frame({"from": self._rank, "to": None, "kind": "failed", "body": [0, lost_record(names, how)]})
+        own = lost_record(names, how)
+        message = frame({"by": f"{1 << self._rank:x}", "kind": "failed", "body": [0, -1, -1], "own": own})
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.connection.send(message)
@@ -180,7 +197,7 @@ class ControlPlane:
         try:
             connection, answer = signed_call(address, key, timeout_s, hello)
             self._add(other, connection, int(answer["pid"]))
-            if self._rank in self._leaders:
+            if not self._is_here(other):
                 self._feel(other, signed_call(address, key, timeout_s, {**hello, "is_pulse": True})[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             where = address.replace(" ", ", port ")
@@ -202,9 +219,7 @@ class ControlPlane:
     def _add(self, other: int, connection: socket.socket, pid: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(0)
-        is_here = self._hosts[other] == self._hosts[self._rank]
-        peer = Peer(other, connection, pid if is_here else None)
-        self._peers[other] = peer
+        self._peers[other] = peer = Peer(other, connection, pid if self._is_here(other) else None)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _feel(self, other: int, pulse: socket.socket) -> None:
@@ -220,7 +235,8 @@ class ControlPlane:
             while not self._stop:
                 if time.monotonic() - beaten > self._heartbeat_s / 4:
                     beaten = time.monotonic()
-                    self._outbox.append({"from": self._rank, "to": self._rank, "kind": "beat"})
+                    for peer in self._peers.values():
+                        peer.unsent += frame({"kind": "beat"})
                 self._turn(self._heartbeat_s / 8)
                 now = time.monotonic()
                 if now - woken > self._heartbeat_s / 2:  # this process itself slept: nobody else is to blame
@@ -244,14 +260,17 @@ class ControlPlane:
         ended: set[int] = set()
         while self._peers and time.monotonic() < deadline:
             for peer in self._peers.values():
-                if not self._outbox and not peer.unsent and peer.rank not in ended:
+                is_said = not self._outbox and not peer.unsent and not self._notices.has_for(peer.rank)
+                if is_said and peer.rank not in ended:
                     ended.add(peer.rank)
                     with contextlib.suppress(OSError):
                         peer.connection.shutdown(socket.SHUT_WR)  # the other end closes, too
             self._turn(0.05)
 
     def _turn(self, timeout_s: float) -> None:
-        for key, events in self._selector.select(0 if self._outbox else timeout_s):
+        now = time.monotonic()
+        gathering = [p.gathers_until - now for p in self._peers.values() if self._notices.has_for(p.rank)]
+        for key, events in self._selector.select(0 if self._outbox else max(0.0, min([timeout_s, *gathering]))):
             if key.fileobj is self._wake_in:
                 self._wake_in.recv(4096)
                 continue
@@ -269,7 +288,18 @@ class ControlPlane:
             if events & selectors.EVENT_WRITE and peer.rank in self._peers:
                 self._write(peer)
         while self._outbox:
-            self._send(self._outbox.popleft(), None)
+            self._notices.post(self._outbox.popleft())
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what is to be said, but for what is gathered to go together."""
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if now >= peer.gathers_until and not peer.unsent and self._notices.has_for(peer.rank):
+                peer.gathers_until = now + _TOGETHER_S
+                peer.unsent += b"".join(map(frame, self._notices.messages_for(peer.rank)))
+            if peer.unsent:
+                self._write(peer)
 
     def _read(self, peer: Peer) -> None:
         try:
@@ -295,17 +325,14 @@ class ControlPlane:
         if peer.is_silent:
             peer.is_silent = False
             self._on_back(peer.rank)
-            self._tell("back", peer.rank)
+            self.post("back", peer.rank)
 
     def _take(self, message: Message, peer: Peer) -> None:
-        kind, sender, to = message["kind"], message["from"], message["to"]
-        if kind == "beat":
-            return
-        self._send(message, peer)
-        if to not in (None, self._rank):
+        kind = message["kind"]
+        if kind == "beat" or not self._notices.take(message, peer.rank):
             return
         if kind == "left":
-            self._left.add(sender)
+            self._left.update(ranks_of(message["by"]))
         if kind == "lost":
             rank, closed = message["body"]
             if rank not in self._left:
@@ -313,32 +340,7 @@ class ControlPlane:
         elif kind == "back":
             self._on_back(message["body"])
         else:
-            self._on_message(sender, message)
-
-    def _send(self, message: Message, source: Peer | None) -> None:
-        """Pass a message on: from this host to all, from another host's leader to this host only."""
-        if message["kind"] == "beat":
-            targets = list(self._peers.values())
-        else:
-            here = self._hosts[self._rank]
-            is_from_here = source is None or self._hosts[source.rank] == here
-            targets = [
-                peer
-                for peer in self._peers.values()
-                if peer is not source
-                and (is_from_here or self._hosts[peer.rank] == here)
-                and self._leads_to(peer, message["to"])
-            ]
-        if targets:
-            data = frame(message)
-            for peer in targets:
-                peer.unsent += data
-                self._write(peer)
-
-    def _leads_to(self, peer: Peer, to: int | None) -> bool:
-        if to is None or peer.rank == to or self._rank not in self._leaders:
-            return True
-        return self._hosts[to] != self._hosts[self._rank] and self._hosts[peer.rank] == self._hosts[to]
+            self._on_message(message["by"], message)
 
     def _write(self, peer: Peer) -> None:
         try:
@@ -356,19 +358,17 @@ class ControlPlane:
                 self._selector.unregister(connection)
         peer.close()
         self._peers.pop(peer.rank, None)
+        self._notices.drop(peer.rank)
         if peer.rank not in self._left and not self._stop:
-            self._tell("lost", [peer.rank, True])  # first: this process's program may leave as soon as it knows
+            self.post("lost", [peer.rank, True])  # first: this process's program may leave as soon as it knows
             self._on_lost(peer.rank, closed=True)
 
     def _find_silent(self, now: float) -> None:
         for peer in self._peers.values():
             if not peer.is_silent and now - peer.heard_at > self._heartbeat_s and peer.may_be_stopped():
                 peer.is_silent = True
-                self._tell("lost", [peer.rank, False])
+                self.post("lost", [peer.rank, False])
                 self._on_lost(peer.rank, closed=False)
-
-    def _tell(self, kind: str, body: Any) -> None:
-        self._outbox.append({"from": self._rank, "to": None, "kind": kind, "body": body})
 
     def release(self) -> None:
         """Close this process's ends of the connections, as a forked child must, too."""

@@ -11,7 +11,6 @@ import multiprocessing.util
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
@@ -23,16 +22,26 @@ from torchstrategy.base.job import heartbeat_seconds
 from torchstrategy.base.log import logger
 from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
-from torchstrategy.collectives.connections import Message, lost_record
 from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.collectives.native_groups import NativeGroups
+from torchstrategy.collectives.notices import (
+    CUT_OFF,
+    Answers,
+    Failures,
+    Message,
+    describe,
+    describe_places,
+    lost_record,
+    ranks_of,
+)
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
-__all__ = ["FailureWatch", "describe"]
+__all__ = ["FailureWatch"]
 
 _ANSWER_S = 2.0
 _FELLOWS_S = 10.0
-_ASK_AGAIN_S = 0.05
+# Answers to others' questions that are so new need not be asked for again.
+_FRESH_S = 0.5
 _MAX_TEXT = 2000
 _LEFT = "has ended its program"
 _DIED = "does not answer: its process has died (its connection closed)"
@@ -42,7 +51,6 @@ _SILENT = (
 )
 _NO_ANSWER = "does not answer (killed, stopped, cut off, or native code keeps its interpreter)"
 _WITH_A_VERB = ("has", "does", "can't")  # begins that the summary says, too
-_CUT_OFF = "can't be asked: the first rank of its host or of this one, which passes messages on, does not answer"
 
 Record = dict[str, Any]
 
@@ -74,14 +82,14 @@ class FailureWatch:
         self.num_collectives = 0
         self._most_passed = sys.maxsize  # the first one that this rank has given up comes next
         self._changed = threading.Condition()
-        self._round = 0  # counts the failures that all ranks had in common, and outlived
-        self._failures: defaultdict[int, dict[int, Record]] = defaultdict(dict)  # by round, by rank
+        self._failures = Failures(self._size)
         self._first: Record | None = None
-        self._aware: dict[int, int] = {}  # ranks that know of this one's failure: how many collectives they have begun
+        self._num_told = 0  # of this rank's messages, how many all others have
         self._silent: set[int] = set()
         self._absent: dict[int, str] = {}  # ranks that left or died
-        self._num_questions = 0
-        self._answers: dict[int, str] = {}
+        self._question = self._own_question = 0  # the latest one of all ranks, and of this one
+        self._asked_at = 0.0
+        self._answers = Answers(self._size)
         #: What has to be ended when a rank is lost, because nobody looks while an accelerator waits for it.
         self.natives = NativeGroups(lambda: self.failure)
         self._is_closed = False
@@ -119,8 +127,10 @@ class FailureWatch:
 
     def report(self, operation: str, error: BaseException, replica_id: int | None = None) -> None:
         """Tell the other ranks that this one failed, and wait until they know (at most 2 s)."""
-        if self._rank in self._failures[self._round] or isinstance(error, (ReplicaFailedError, DisagreementError)):
-            return  # the latter two are raised on every rank
+        if isinstance(error, (ReplicaFailedError, DisagreementError)):  # which are raised on every rank
+            return
+        if self._failures.begun_by(self._rank) is not None:
+            return
         record = {
             "rank": self._rank,
             "replica": replica_id,
@@ -131,7 +141,7 @@ class FailureWatch:
             "is_deadline": isinstance(error, DeadlineExceededError),
         }
         with self._changed:
-            self._failures[self._round][self._rank] = record
+            self._failures.note(1 << self._rank, self._failures.round, record)
             self._tell(record)
 
     def report_lost(self, how: str, gone: Collection[int]) -> None:
@@ -149,9 +159,9 @@ class FailureWatch:
     def _tell(self, record: Record) -> None:
         """Send this rank's failure to the others, and wait until they know; the lock is held."""
         self._first = self._first or record
-        self._aware = {self._rank: self.num_collectives}
-        self._plane.post("failed", [self._round, record])
-        self._wait(lambda: len(self._aware.keys() | self._absent.keys()) == self._size, _ANSWER_S)
+        counts = record["num_collectives"], record["num_passed"]
+        number = self._plane.post("failed", [self._failures.round, *counts], record)
+        self._wait(lambda: self._num_told >= number, _ANSWER_S)
 
     @property
     def _num_passed(self) -> int:
@@ -171,8 +181,7 @@ class FailureWatch:
         if first is None:
             return False
         with self._changed:
-            failures = [first, *self._failures[self._round].values()]
-        return all(failure["num_passed"] >= number for failure in failures)
+            return min(int(first["num_passed"]), self._failures.least_passed) >= number
 
     def recover(self) -> bool:
         """Go on after a failure that all ranks had at the same point, as when all raise the same error in ``run``.
@@ -183,26 +192,22 @@ class FailureWatch:
             Whether the failure is over: no rank waits for another one.
         """
         with self._changed:
-            failures = self._failures[self._round]
-            own = failures.get(self._rank)
-            if own is None or self.natives.failure is not None:
+            failures = self._failures
+            self._say_aware(failures.round)  # others may wait to know whether this rank has gone on
+            begun = failures.begun_by(self._rank)
+            if begun is None or self.natives.failure is not None:
                 return False
             # The others may be about to fail as well, unless they are in a later collective already.
-            deadline = time.monotonic() + _FELLOWS_S
-            while len(failures) < self._size and not self._absent and time.monotonic() < deadline:
-                # One that has failed, too, may wait here in its next collective.
-                others = [count for rank, count in self._aware.items() if rank not in failures]
-                if any(count > own["num_collectives"] for count in others):
-                    return False
-                self._plane.post("aware?", self._round)
-                self._wait(lambda: len(failures) == self._size, _ASK_AGAIN_S)
-            counts = {record["num_collectives"] for record in failures.values()}
-            if len(failures) < self._size or len(counts) > 1:
+            self._wait(lambda: failures.are_of_all() or bool(self._absent) or failures.is_any_past(begun), _FELLOWS_S)
+            if not failures.end_round():
                 return False
-            del self._failures[self._round]
-            self._round += 1
-            self._first = next(iter(self._failures[self._round].values()), None)
+            self._first = failures.first
             return self._first is None
+
+    def _say_aware(self, round_: int) -> None:
+        """Let the others know how many collectives this rank had begun when it knew of a failure; the lock is held."""
+        if self._failures.note_aware(1 << self._rank, round_, self.num_collectives):
+            self._plane.post("aware", [round_, self.num_collectives])
 
     def wait_for_report(self, seconds: float) -> Record | None:
         """Return the failure that another rank reported, giving it a moment to arrive; at once if a rank has left."""
@@ -225,7 +230,7 @@ class FailureWatch:
             A sentence about the ranks that left or do not answer, if there are any; which ranks have arrived where this
             one waits; then the place of each rank, and the stack of each one that is elsewhere and answers.
         """
-        return self._as_text(self._ask_all(), gone)[0]
+        return describe_places(self._ask_all(), self._rank, gone)[0]
 
     def stall(self, seconds: float) -> Stall | None:
         """Ask every rank what it is doing, because this one has waited for long.
@@ -237,7 +242,7 @@ class FailureWatch:
             What there is to say; ``None`` if a rank before this one waits at the same place, and says it.
         """
         lines = self._ask_all()
-        text, arrived = self._as_text(lines)
+        text, arrived = describe_places(lines, self._rank)
         if min(arrived) != self._rank:
             return None
         return self._stall_of(f"No progress for {seconds:.0f} s: rank {self._rank} waits", lines, text, arrived)
@@ -245,7 +250,7 @@ class FailureWatch:
     def snapshot(self) -> Stall:
         """Ask every rank what it is doing, because somebody wants to know."""
         lines = self._ask_all()
-        return self._stall_of(f"Rank {self._rank} is", lines, *self._as_text(lines))
+        return self._stall_of(f"Rank {self._rank} is", lines, *describe_places(lines, self._rank))
 
     def _stall_of(self, begin: str, lines: list[list[str]], text: str, arrived: list[int]) -> Stall:
         stacks = []
@@ -261,34 +266,32 @@ class FailureWatch:
     def _ask_all(self) -> list[list[str]]:
         """Return for each rank where it is, or that it does not answer, and the lines of its stack."""
         with self._changed:
-            self._num_questions += 1
-            self._answers = {self._rank: self.position[:_MAX_TEXT]}
-            self._plane.post("where?", self._num_questions)
-            self._wait(lambda: len(self._answers.keys() | self._absent.keys()) == self._size, _ANSWER_S)
-            reached = self._answers.keys()
-            unknown = {r: _NO_ANSWER if self._plane.relays(r) <= reached else _CUT_OFF for r in range(self._size)}
-            answers = {**unknown, **self._absent, **self._answers}
-            silent = _SILENT.format(heartbeat_seconds())
-            answers |= dict.fromkeys(self._silent - self._answers.keys(), silent)
+            # When all ask at once, as at a deadline, one answer of each rank is enough.
+            if self._own_question == self._question or time.monotonic() > self._asked_at + _FRESH_S:
+                self._hear_question(self._question + 1)
+                self._plane.post("where?", self._question)
+            self._own_question = question = self._question
+
+            def have_all_answered() -> bool:
+                absent = self._absent.keys()
+                return all(r in absent or self._plane.relays(r) & absent for r in self._answers.missing(question))
+
+            self._wait(have_all_answered, _ANSWER_S)
+            answered = {**self._answers.since(question), self._rank: self.position[:_MAX_TEXT]}
+            reached = answered.keys()
+            missing = [rank for rank in range(self._size) if rank not in reached]
+            unknown = {r: _NO_ANSWER if self._plane.relays(r) <= reached else CUT_OFF for r in missing}
+            answers = {**unknown, **self._absent, **answered}
+            answers |= dict.fromkeys(self._silent - reached, _SILENT.format(heartbeat_seconds()))
         return [answers[rank].splitlines() for rank in range(self._size)]
 
-    def _as_text(self, lines: list[list[str]], culprits: Collection[int] = ()) -> tuple[str, list[int]]:
-        """Return what is known of all ranks as a text, and who has arrived where this one waits."""
-        named = culprits or [r for r, line in enumerate(lines) if line[0].startswith(("has", "does"))]
-        gone = "".join(f"Rank {r} {lines[r][0]}. " for r in sorted(named))
-        own = _without_site(lines[self._rank][0])
-        arrived = [rank for rank, (place, *_) in enumerate(lines) if _without_site(place) == own]
-        not_known = [rank for rank, (place, *_) in enumerate(lines) if place == _CUT_OFF]
-        others = [rank for rank in range(self._size) if rank not in (*arrived, *not_known)]
-        count = (
-            f"Arrived: {named_ranks(arrived)}. Not arrived: {named_ranks(others)}. " if own.startswith("in ") else ""
-        )
-        if count and not_known:
-            count += f"Not known: {named_ranks(not_known)}. "
-        rows = []
-        for rank, (place, *stack) in enumerate(lines):
-            rows += [f"  rank {rank}: {place}", *(f"    {frame}" for frame in stack if rank in others)]
-        return "\n".join([f"{gone}{count}Where each rank is:", *rows]), arrived
+    def _hear_question(self, number: int) -> None:
+        """Answer where this rank is, unless it has done so; the lock is held."""
+        if number > self._question:
+            self._question, self._asked_at = number, time.monotonic()
+            text = "\n".join([self.position[:_MAX_TEXT], *stack_of_program(self._main_thread)])
+            self._answers.add(1 << self._rank, number, text)
+            self._plane.post("where", [number, text])
 
     def answer_requests(self, job: str) -> None:
         """Let ``torchstrategy doctor --job`` ask where everyone is.
@@ -320,28 +323,27 @@ class FailureWatch:
 
     # --- in the control plane's thread
 
-    def _receive(self, sender: int, message: Message) -> None:
+    def _receive(self, by: int, message: Message) -> None:
         kind, body = message["kind"], message["body"]
         with self._changed:
             if kind == "where?":
-                place = self.position[:_MAX_TEXT]
-                self._plane.post("where", [body, "\n".join([place, *stack_of_program(self._main_thread)])], to=sender)
+                self._hear_question(body)
             elif kind == "failed":
-                self._learn(sender, *body)
-            elif kind == "aware?":
-                self._plane.post("aware", [body, self.num_collectives], to=sender)
-            elif kind == "aware" and body[0] == self._round:
-                self._aware[sender] = body[1]
-            elif kind == "where" and body[0] == self._num_questions:
-                self._answers[sender] = body[1]
+                self._learn(by, body[0], message["own"])
+            elif kind == "told":
+                self._num_told = body
+            elif kind == "aware":
+                self._failures.note_aware(by, *body)
+            elif kind == "where":
+                self._answers.add(by, *body)
             elif kind == "left":
-                self._absent[sender] = _LEFT
+                self._absent |= dict.fromkeys(ranks_of(by), _LEFT)
             self._changed.notify_all()
 
-    def _learn(self, sender: int, round_: int, record: Record) -> None:
-        self._failures[round_][sender] = record
-        self._plane.post("aware", [round_, self.num_collectives], to=sender)
-        if round_ == self._round and self._first is None:
+    def _learn(self, by: int, round_: int, record: Record) -> None:
+        self._failures.note(by, round_, record)
+        self._say_aware(round_)
+        if round_ == self._failures.round and self._first is None:
             self._first = record
             logger.error(describe(record))
             self.natives.note_failure(has_died=False)
@@ -385,16 +387,3 @@ class FailureWatch:
         if isinstance(error, Exception) and self._plane.is_connected:
             self.report(f"its program ({self.position})", error)
         self._previous_hook(kind, error, trace)
-
-
-def describe(record: Record) -> str:
-    """Return one sentence for a failure record."""
-    if record["operation"] is None:
-        return f"Rank {record['rank']} {record['error']}."
-    replica = "" if record["replica"] is None else f" (replica {record['replica']})"
-    how = "gave up" if record.get("is_deadline") else "failed"
-    return f"Rank {record['rank']}{replica} {how} in {record['operation']}: {record['error']}"
-
-
-def _without_site(place: str) -> str:
-    return place.rpartition(" at ")[0]

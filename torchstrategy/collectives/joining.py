@@ -22,14 +22,13 @@ from torchstrategy.collectives.connections import (
     BACKLOG,
     Check,
     Door,
-    Message,
     Peer,
-    lost_record,
     read_hello,
     say,
     signed_call,
     signed_door,
 )
+from torchstrategy.collectives.notices import Message, lost_record
 from torchstrategy.errors import DeadlineExceededError
 
 __all__ = [

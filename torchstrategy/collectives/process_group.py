@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
+from torchstrategy.base import __version__
 from torchstrategy.base.devices import accelerator_module, check_alike
 from torchstrategy.base.job import Job
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
 from torchstrategy.base.options import CommunicationOptions
-from torchstrategy.base.version import __version__
 from torchstrategy.collectives.backends import (
     DataBackend,
     SumBackend,

@@ -24,7 +24,7 @@ from torchstrategy.base.log import call_site, warn_once
 from torchstrategy.base.names import difference_of_ranks, named_ranks, tensors_of
 from torchstrategy.base.stalls import Waiting, watch_for_stalls
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.failures import describe
+from torchstrategy.collectives.notices import describe
 from torchstrategy.collectives.records import Group, Unite, connect_records
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.errors import (

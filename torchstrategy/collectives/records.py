@@ -24,6 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchstrategy.base.labels import label
 from torchstrategy.collectives.connections import BACKLOG, Ask, Check, lookup_name
 from torchstrategy.collectives.joining import Channel, connect_ranks
+from torchstrategy.collectives.notices import MAX_MESH_SIZE, Tree
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -37,8 +38,6 @@ __all__ = [
     "connect_records",
 ]
 
-#: More ranks than this are connected as a tree.
-MAX_MESH_SIZE = 16
 #: The longest body. A longer one in a header is damage, and must not make this rank allocate it.
 MAX_BODY_BYTES = 1 << 28
 
@@ -46,9 +45,6 @@ _HEADER_BYTES = 8
 # What a rank sends before it reads; far below what the sockets buffer.
 _FIRST_BYTES = 24 << 10
 _KEY_BYTES = 32
-#: Children of a rank in the tree, on its host and, if it is its host's first rank, on others: fewer make the tree
-#: deeper, more let a rank read and write more messages.
-_NUM_CHILDREN = 8
 
 #: A body, and the ranks that have brought it.
 Group: TypeAlias = tuple[bytes, Sequence[int]]
@@ -119,7 +115,7 @@ def connect_records(
     if size <= MAX_MESH_SIZE:
         others = range(rank), range(rank + 1, size)
         return RecordMesh(_connect(store, address, rank, *others, timeout_s, check, ask), rank)
-    tree = _Tree(hosts)
+    tree = Tree(hosts)
     parent = tree.parents[rank]
     channels = _connect(
         store, address, rank, [] if parent is None else [parent], tree.children[rank], timeout_s, check, ask
@@ -175,44 +171,6 @@ class RecordMesh:
         return bodies
 
 
-class _Tree:
-    """Who is whose parent: hosts' first ranks form a tree, and below each one the other ranks of its host.
-
-    Args:
-        hosts: for each rank the number of its host; rank 0 is on the first one.
-    """
-
-    def __init__(self, hosts: Sequence[int]) -> None:
-        members: dict[int, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            members.setdefault(host, []).append(rank)
-        self.parents: list[int | None] = [None] * len(hosts)
-        #: For each rank those on its host, then those that lead other hosts.
-        self.children: list[list[int]] = [[] for _ in hosts]
-        for ranks in [*members.values(), [ranks[0] for ranks in members.values()]]:
-            for place, rank in enumerate(ranks[1:]):
-                parent = ranks[place // _NUM_CHILDREN]
-                self.parents[rank] = parent
-                self.children[parent].append(rank)
-        #: The ranks as they are visited: the ranks below one follow it.
-        self.order: list[int] = []
-        below = [0]
-        while below:
-            self.order.append(below.pop())
-            below += reversed(self.children[self.order[-1]])
-        self.places = {rank: place for place, rank in enumerate(self.order)}
-        self.sizes = [1] * len(hosts)
-        for rank in reversed(self.order):
-            parent_of_rank = self.parents[rank]
-            if parent_of_rank is not None:
-                self.sizes[parent_of_rank] += self.sizes[rank]
-
-    def span(self, rank: int) -> tuple[int, int]:
-        """Return the places in ``order`` of a rank and of those below it, as a range's bounds."""
-        place = self.places[rank]
-        return place, place + self.sizes[rank]
-
-
 class RecordTree:
     """Connections from each rank to its parent in a tree, and to its children.
 
@@ -222,7 +180,7 @@ class RecordTree:
         tree: of all ranks.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], rank: int, tree: _Tree) -> None:
+    def __init__(self, channels: Mapping[int, Channel], rank: int, tree: Tree) -> None:
         self.rank = rank
         self._channels = dict(channels)
         self._tree = tree

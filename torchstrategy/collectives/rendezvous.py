@@ -31,8 +31,9 @@ from torchstrategy.base import addresses
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import call_site, logger
 from torchstrategy.collectives.connections import Ask, lookup_name
-from torchstrategy.collectives.failures import FailureWatch, describe
+from torchstrategy.collectives.failures import FailureWatch
 from torchstrategy.collectives.joining import Roll, store_of_job
+from torchstrategy.collectives.notices import describe
 from torchstrategy.collectives.rounds import (
     AGAIN_S,
     PATIENCE_S,

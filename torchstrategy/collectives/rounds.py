@@ -20,9 +20,9 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
-from torchstrategy.collectives.connections import Message
-from torchstrategy.collectives.failures import FailureWatch, describe
+from torchstrategy.collectives.failures import FailureWatch
 from torchstrategy.collectives.joining import DIFFERS, ENDED, Roll, end_of, store_of_job
+from torchstrategy.collectives.notices import Message, describe
 from torchstrategy.errors import DeadlineExceededError, DisagreementError, ReplicaFailedError
 
 __all__ = [
