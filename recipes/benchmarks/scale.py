@@ -1,20 +1,28 @@
-"""What ranks tell each other before a sum of gradients, from two ranks to thousands.
+"""What ranks tell each other at the start, before a sum of gradients and of a failure, from two ranks to thousands.
 
 The records of a real step are counted between processes of this host, and sent again, by the library's own code,
 between ranks that are threads, over links that exist in memory. Each rank has a clock of its own that only messages
 move: sending or receiving one takes some time of a rank, its bytes pass a link one after the other, and arrive after a
-delay. What the simulation counts must be what the processes have counted.
+delay. What the simulation counts must be what the processes have counted. So is the news of failures that one rank and
+all ranks have; of the start, what is asked of the job's store is counted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
 import json
 import logging
 import queue
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,11 +34,16 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed import HashStore
 
 import torchstrategy as ts
-from torchstrategy.collectives import record_group, records
+from torchstrategy.base.job import Job
+from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.collectives import control, failures, notices, record_group, records, rendezvous, rounds
+from torchstrategy.collectives.connections import frame
 
 CASES = ("equal", "different")  # whether all ranks have gradients of the same parameters
+WHO = ("one", "all")  # who fails
 _STACK_BYTES = 256 << 10
 
 
@@ -169,6 +182,271 @@ def _count(connected: Any, sent: list[int], bodies: list[bytes]) -> None:
         channel.send = counted
 
 
+class Counting:
+    """A job's store as one rank sees it, which counts its requests and their bytes, but for questions while it waits.
+
+    Args:
+        store: the store.
+        counts: requests and bytes of all that share it.
+        size: number of ranks where each is to find all others there; 0 where it waits for them.
+    """
+
+    def __init__(self, store: Any, counts: list[int], size: int = 0) -> None:
+        self._store, self._counts, self._size = store, counts, size
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found = getattr(self._store, name)(*args)
+            if name != "add" or (args[0] != "waits" and args[1] != 0):
+                self._counts[0] += 1
+                self._counts[1] += sum(len(str(arg)) for arg in args) + (len(found) if isinstance(found, bytes) else 8)
+            return self._size if self._size and name == "add" and args[1] == 0 else found
+
+        return call
+
+
+def simulate_start(size: int, per_host: int) -> list[int]:
+    """Let ranks meet as a job and as a strategy, one after the other; return the store's requests and bytes."""
+    store, counts = HashStore(), [0, 0]
+    rounds._REQUEST_S = rounds._POLL_S = 0.0  # this process has nobody to wait for
+    for rank in range(size):  # the last one reads the cards before the others have their hosts
+        job = Job("simulated", "", ClusterSpec({}), None, None, rank, size, "127.0.0.1", 1)
+        own: Any = Counting(store, counts, size)
+        host = rank // per_host
+        own.append("cards", json.dumps([rank, f"host-{host}" + "x" * 100, f"10.0.{host >> 8}.{host & 255}"]) + "\n")
+        is_last = rounds.wait_for_all(own, job, {"torch": torch.__version__}, 60.0)
+        if is_last:
+            rendezvous._hosts_of_all(own, job, is_last=True)
+    strategy = Counting(HashStore(), counts, size)  # whose ranks meet in the same way
+    for rank in range(size):
+        if rank < size - 1:
+            rendezvous._hosts_of_all(Counting(store, counts), job, is_last=False)
+        rounds.wait_for_all(strategy, dataclasses.replace(job, rank=rank), {"torch": torch.__version__}, 60.0)
+    return counts
+
+
+class Plane:
+    """A simulated rank's control plane: the library's notices, sent over links in memory at simulated times."""
+
+    is_connected = False  # nobody waits
+
+    def __init__(self, network: Network, rank: int, hosts: Sequence[int]) -> None:
+        self.rank, self.hosts, self.network = rank, hosts, network
+        ways = notices.Ways(rank, hosts)
+        self.notices = notices.Notices(ways, self._note_told)
+        self.neighbours = [*ways.calls, *ways.answers]
+        self.gathers_until: defaultdict[int, float] = defaultdict(float)
+        self.sent = Rank(network.options)
+        self.watch: Any = None
+        self.told_at = self.knows_at = 0.0
+        self.news = 0
+        self._flushes: set[float] = set()
+
+    def _note_told(self, number: int) -> None:
+        self.told_at = self.told_at or self.sent.now
+        self.watch._receive(1 << self.rank, {"kind": "told", "body": number})
+
+    def post(self, kind: str, body: Any = None, own: Any = None) -> int:
+        """Do as the library's plane."""
+        self.notices.post({"by": 1 << self.rank, "kind": kind, "body": body, "own": own})
+        return 1
+
+    def hear(self, source: int, frames: Sequence[bytes]) -> None:
+        """Read what a neighbour has sent."""
+        self.sent.now = max(self.sent.now, self.network.now) + self.sent.message_s
+        for one in frames:
+            message = json.loads(one[4:])
+            if self.notices.take(message, source):
+                self.watch._receive(message["by"], message)
+        if not self.knows_at and self.watch.failure is not None:
+            self.knows_at = self.sent.now
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is to be sent, or look again when it is no longer gathered."""
+        self.sent.now = max(self.sent.now, self.network.now)
+        for other in self.neighbours:
+            if not self.notices.has_for(other):
+                continue
+            due = self.gathers_until[other]
+            if self.sent.now < due:
+                if due not in self._flushes:
+                    self._flushes.add(due)
+                    self.network.at(due, self.flush)
+                continue
+            self.gathers_until[other] = self.sent.now + control._TOGETHER_S
+            frames = list(map(frame, messages := self.notices.messages_for(other)))
+            self.news += sum(message["kind"] == "failed" for message in messages)
+            self.network.send(self, other, frames)
+
+    def close(self) -> None:
+        """Do as the library's plane."""
+
+
+class Network:
+    """Simulated ranks with a control plane, and what happens when."""
+
+    def __init__(self, size: int, per_host: int, options: dict[str, Any]) -> None:
+        self.options, self.now = options, 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        hosts = tuple(rank // per_host for rank in range(size))
+        tree, plane, note = notices.Tree, failures.ControlPlane, failures.patches.note
+        hook = sys.excepthook
+        self.planes: list[Plane] = []
+
+        def connect(_: Any, rank: int, *__: Any, **___: Any) -> Plane:
+            self.planes.append(Plane(self, rank, hosts))
+            return self.planes[-1]
+
+        patched: Any = failures
+        try:
+            notices.Tree = functools.cache(tree)  # type: ignore[misc,assignment]
+            patched.ControlPlane, patched.patches.note = connect, lambda *_: lambda: None
+            for rank in range(size):
+                watch = failures.FailureWatch(HashStore(), rank, hosts, "", 0.0)
+                self.planes[rank].watch = watch
+                watch.close()
+                sys.excepthook = hook
+        finally:
+            notices.Tree, patched.ControlPlane, patched.patches.note = tree, plane, note  # type: ignore[misc]
+
+    def at(self, when: float, do: Callable[[], None]) -> None:
+        """Let something happen at a time."""
+        heapq.heappush(self._events, (when, next(self._numbers), do))
+
+    def send(self, source: Plane, other: int, frames: Sequence[bytes]) -> None:
+        """Send a rank's frames to another rank."""
+        link = self.options["host" if source.hosts[source.rank] == source.hosts[other] else "network"]
+        rank, size = source.sent, sum(map(len, frames))
+        rank.now += rank.message_s
+        rank.line_free_at = max(rank.now, rank.line_free_at) + size * 8e-9 / link["gbit_s"]
+        rank.messages, rank.bytes = rank.messages + 1, rank.bytes + size
+        hear = functools.partial(self.planes[other].hear, source.rank, frames)
+        self.at(rank.line_free_at + link["delay_us"] * 1e-6, hear)
+
+    def run(self) -> None:
+        """Let everything happen."""
+        while self._events:
+            self.now, _, do = heapq.heappop(self._events)
+            do()
+
+
+def simulate_failure(size: int, per_host: int, who: str, options: dict[str, Any]) -> dict[str, float]:
+    """Let one rank, or all within a tenth of a second, fail; return messages, and seconds until all know.
+
+    Raises:
+        RuntimeError: a rank does not know, or a failure of all is not outlived.
+    """
+    network = Network(size, per_host, options)
+    for plane in network.planes[:1] if who == "one" else network.planes:
+
+        def fail(plane: Plane = plane) -> None:
+            plane.watch.report("Strategy.run", ValueError(f"of rank {plane.rank}"), plane.rank)
+            plane.knows_at = plane.knows_at or network.now
+            plane.flush()
+
+        network.at(plane.rank * 37 % 101 / 1010, fail)
+    network.run()
+    if any(plane.watch.failure is None or (who == "all" and not plane.watch.recover()) for plane in network.planes):
+        raise RuntimeError(f"Not all of {size} simulated ranks know of the failure.")
+    sent = [plane.sent for plane in network.planes]
+    return {
+        "news": sum(plane.news for plane in network.planes),
+        "messages": sum(rank.messages for rank in sent),
+        "most": max(rank.messages for rank in sent),
+        "most_bytes": max(rank.bytes for rank in sent),
+        "knows_s": max(plane.knows_at for plane in network.planes),
+        "told_s": max(plane.told_at for plane in network.planes[: 1 if who == "one" else size]),
+    }
+
+
+def measure_failures() -> dict[str, Any]:
+    """Return what this rank asks of the store at the start, and sends when all fail and then one does."""
+    logging.disable(logging.CRITICAL)
+    counts = [0, 0]
+    with _counted_start(counts):
+        strategy: Any = ts.MultiWorkerMirroredStrategy()
+    workers, found = strategy.workers, {"requests": counts[0], "bytes": counts[1]}
+    watch = workers.watch
+    own, totals = watch._plane._notices, {"news": 0, "messages": 0}
+    take_messages = own.messages_for
+
+    def messages_for(neighbour: int) -> list[Any]:
+        messages: list[Any] = take_messages(neighbour)
+        totals["messages"] += 1
+        totals["news"] += sum(message["kind"] == "failed" for message in messages)
+        return messages
+
+    own.messages_for = messages_for
+    for who in reversed(WHO):
+        workers.exchange("a barrier", None)
+        start = time.perf_counter()
+        if who == "all" or workers.rank == 0:
+            watch.report("Strategy.run", ValueError(f"of rank {workers.rank}"), workers.rank)
+        seconds = time.perf_counter() - start
+        if who == "all" and not watch.recover():
+            raise RuntimeError("A failure of all ranks was not outlived.")
+        time.sleep(1.0)
+        found[who] = {**totals, "told_s": seconds}
+        totals.update(news=0, messages=0)
+    return found
+
+
+@contextlib.contextmanager
+def _counted_start(counts: list[int]) -> Iterator[None]:
+    """Count what a strategy that is made asks the store until all have met."""
+    own: Any = rendezvous
+    wait, hosts = own.wait_for_all, own._hosts_of_all
+    counts[0] += 1  # the card
+    own.wait_for_all = lambda store, *rest, **options: wait(Counting(store, counts), *rest, **options)
+    own._hosts_of_all = lambda store, *rest, **options: hosts(Counting(store, counts), *rest, **options)
+    try:
+        yield
+    finally:
+        own.wait_for_all, own._hosts_of_all = wait, hosts
+
+
+def compare_control(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Measure and simulate the start and the news of failures; print them.
+
+    Raises:
+        RuntimeError: processes and simulation differ.
+    """
+    rows: list[dict[str, Any]] = []
+    print(
+        f"{'ranks':>6}  {'who fails':10}{'all know after':>18}{'any sends at most':>20}{'in all':>9}{'of it news':>12}"
+    )
+    for size in sorted({*options["processes"], *options["ranks"]}):
+        per_host = size if size in options["processes"] else options["per_host"]
+        requests, num_bytes = simulate_start(size, per_host)
+        rows.append({"how": "simulated", "case": "start", "ranks": size, "requests": requests, "bytes": num_bytes})
+        for who in WHO:
+            found = simulate_failure(size, per_host, who, options)
+            rows.append({"how": "simulated", "case": f"{who} fails", "ranks": size, **found})
+            most = f"{found['most']:g} x, {found['most_bytes'] / 1000:.1f} kB"
+            news = f"{found['messages']:9g}{found['news']:12g}"
+            print(f"{size:6}  {who:10}{found['knows_s'] * 1000:15.2f} ms{most:>20}{news}  simulated", flush=True)
+        print(f"{size:6}  starts: {requests} requests, {num_bytes / 1000:.1f} kB at the store  simulated", flush=True)
+        if size not in options["processes"]:
+            continue
+        with ts.testing.ProcessPool(size, 600) as pool:
+            measured = pool.run(measure_failures)
+        for who in WHO:
+            totals = {key: sum(one[who][key] for one in measured) for key in ("news", "messages")}
+            seconds = max(one[who]["told_s"] for one in measured)
+            rows.append({"how": "processes", "case": f"{who} fails", "ranks": size, **totals, "told_s": seconds})
+            news = f"{totals['messages']:9}{totals['news']:12}"
+            print(f"{size:6}  {who:10}{seconds * 1000:15.2f} ms{'':>20}{news}  processes")
+            if who == "one" and totals["news"] != size - 1:
+                raise RuntimeError(f"One failure is told {totals['news']} times to {size - 1} ranks.")
+        asked = sum(one["requests"] for one in measured)
+        print(f"{size:6}  starts: {asked} requests at the store  processes", flush=True)
+        if asked != requests:
+            raise RuntimeError(f"Processes ask the store {asked} times, and simulated ones {requests} times.")
+    return rows
+
+
 @hydra.main(config_path="../../conf/benchmarks", config_name="scale", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Count between processes, simulate, compare; print a table and write it to results.json."""
@@ -205,6 +483,7 @@ def main(config: DictConfig) -> None:
             ranks = simulate([bodies[rank % len(bodies)] for rank in range(size)], options["per_host"], options)
             simulated = [(rank.messages, rank.bytes) for rank in ranks]
             show("simulated", size, case, simulated, max(rank.hops for rank in ranks), _ms(ranks))
+    rows += compare_control(options)
     path = run_path / "results.json"
     path.write_text(json.dumps(rows, indent=1))
     print(f"File: {path}")

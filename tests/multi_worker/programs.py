@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchstrategy as ts
 from tests.programs import Lines
-from torchstrategy.collectives import record_group
+from torchstrategy.collectives import notices, record_group
 from torchstrategy.testing.faults import Fault, message_fault
 
 
@@ -105,6 +105,12 @@ def train(
     totals = [float(strategy.reduce("SUM", loss)) for loss in losses[-5:]]
     weights = strategy.run(lambda: torch.cat([p.detach().flatten() for p in model.parameters()]))
     return totals, strategy.experimental_local_results(weights)[0]
+
+
+def train_in_a_chain(*args: Any, **options: Any) -> tuple[list[float], Tensor]:
+    """Train; notices go from rank to rank in a tree of one child each, as in a job of many."""
+    notices.MAX_MESH_SIZE = notices._NUM_CHILDREN = 1
+    return train(*args, **options)
 
 
 def train_and_listen(num_steps: int, **options: Any) -> tuple[list[float], Tensor, list[str]]:

@@ -19,11 +19,11 @@ HEARTBEAT_S = 1.0
 SAMPLE = [(0, 0), (1, 1), (2, 2), (0, 17), (2, 31), (1, 49)]
 
 
-def lose(size, fault, inside, network=None, **options):
+def lose(size, fault, inside, network=None, program=programs.train, **options):
     with ts.testing.ProcessPool(size, launcher="TF_CONFIG", network=network) as pool:
         silent = [fault.rank] if fault.kind in ("stop", "hang") else []
         arguments = {"fault": fault, "inside": inside, "heartbeat_s": HEARTBEAT_S, **options}
-        return pool.outcomes(programs.train, NUM_STEPS, silent=silent, **arguments)
+        return pool.outcomes(program, NUM_STEPS, silent=silent, **arguments)
 
 
 def check_killed(rank, step, size=3):
@@ -64,6 +64,14 @@ def test_any_rank_at_any_step(check, rank):
 def test_one_of_two_is_named(rank):
     check_killed(rank, 5, size=2)
     check_stopped(rank, 6, size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "stop", "error"])
+@pytest.mark.parametrize("rank", range(4))
+def test_any_rank_of_a_tree_is_named_though_it_cuts_the_tree(rank, kind):
+    outcomes = lose(4, Fault(kind, rank, 5), inside=True, program=programs.train_in_a_chain)
+    check_survivors(outcomes, rank)
 
 
 def check_on_two_hosts(network, rank, kind):
