@@ -125,10 +125,10 @@ def test_a_process_that_comes_again_is_refused(monkeypatch):
         rendezvous.meet(job_of(0, 2, port=2), {}, timeout_s=0.2)
 
 
-def cards(*names):
+def cards(*names, address="127.0.0.1"):
     store = HashStore()
     for rank, name in reversed(list(enumerate(names))):
-        store.append("cards", f'[{rank}, "{name}", "127.0.0.1"]\n')
+        store.append("cards", f'[{rank}, "{name}", "{address}"]\n')
     return store
 
 
@@ -139,6 +139,11 @@ def test_the_last_rank_says_who_is_on_which_host():
     assert len(store.get("hosts")) < 30
     store.delete_key("cards")
     assert rendezvous._hosts_of_all(store, job_of(8, size), is_last=False) == (0,) * size
+    for names in ["abcabc", "aabbccd", "a" * 8 + "bab", [f"host {rank // 8}" for rank in range(size)]]:
+        store = cards(*names, address="10.0.0.1")
+        hosts = tuple(list(dict.fromkeys(names)).index(name) for name in names)
+        assert rendezvous._hosts_of_all(store, job_of(0, len(names)), is_last=True) == hosts
+    assert len(store.get("hosts")) < 30
     store = cards("a", "b")
     for rank in range(2):
         with pytest.raises(RuntimeError, match=r"Rank 0 knows itself as 127\.0\.0\.1, which .* can't reach"):

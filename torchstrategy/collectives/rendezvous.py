@@ -222,7 +222,7 @@ def _hosts_of_all(own: Store, job: Job, *, is_last: bool) -> tuple[int, ...]:
     error, runs = json.loads(summary)
     if error is not None:
         raise RuntimeError(error)
-    return tuple(host for host, count in runs for _ in range(count))
+    return tuple(first + i for first, count, hosts in runs for i in range(hosts) for _ in range(count))
 
 
 def _summary(job: Job, names: Sequence[str], addresses: Sequence[str]) -> str:
@@ -231,7 +231,13 @@ def _summary(job: Job, names: Sequence[str], addresses: Sequence[str]) -> str:
         hosts = _number_hosts(job, names, addresses)
     except RuntimeError as error:
         return json.dumps([str(error), []])
-    return json.dumps([None, [[host, len(list(ranks))] for host, ranks in itertools.groupby(hosts)]])
+    runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(hosts)]
+    # Hosts that follow each other with as many ranks are one entry: first host, ranks of each, number of hosts.
+    entries = []
+    for (_, count), group in itertools.groupby(enumerate(runs), lambda item: (item[1][0] - item[0], item[1][1])):
+        members = [host for _, (host, _) in group]
+        entries.append([members[0], count, len(members)])
+    return json.dumps([None, entries])
 
 
 def _number_hosts(job: Job, names: Sequence[str], addresses: Sequence[str]) -> tuple[int, ...]:

@@ -31,5 +31,6 @@ def test_processes_and_simulated_ranks_send_the_same_and_rank_0_no_more_in_a_lar
         assert news[256]["knows_s"] < 0.1
     starts = {row["ranks"]: row for row in rows if row["case"] == "start"}
     assert starts[256]["requests"] < 9 * 256
+    assert starts[256]["bytes"] < 1000 * 256
     found = sorted(path.parent.parent.name for path in (tmp_path / "run").rglob("profile/*.json"))
     assert found == [name for name in ("2_different", "2_equal", "3_different", "3_equal") for _ in range(int(name[0]))]
