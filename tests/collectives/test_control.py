@@ -161,6 +161,27 @@ def test_a_rank_knows_when_all_know_what_it_has_said(shape, connect, how):
     blocked.set()
 
 
+def test_a_rank_does_not_spin_while_another_reads_nothing(connect):
+    nodes = connect((0, 0))
+    first, second = nodes[0].plane, nodes[1].plane
+    blocked, reached = threading.Event(), threading.Event()
+    second._find_silent = lambda now: (reached.set(), blocked.wait(30))
+    second._wake()
+    assert reached.wait(30)
+    for number in range(40):
+        first.post("long", [number, "x" * 900_000])
+    until(lambda: first._peers[1].unsent)
+    first.post("last")
+    time.sleep(0.1)
+    turns, turn = [], first._turn
+    first._turn = lambda timeout_s: (turns.append(1), turn(timeout_s))
+    first._wake()
+    time.sleep(0.3)
+    blocked.set()
+    assert len(turns) < 50
+    until(lambda: nodes[1].heard and nodes[1].heard[-1][1] == "last")
+
+
 def say(pending, by, kind, body=None, own=None):
     return pending.put({"by": by, "kind": kind, "body": body, "own": own})
 

@@ -125,9 +125,8 @@ class ControlPlane:
         with self._posting:
             self._num_posted += 1
             self._outbox.append({"by": 1 << self._rank, "kind": kind, "body": body, "own": own})
-            number = self._num_posted
-        self._wake()
-        return number
+            self._wake()
+            return self._num_posted
 
     @property
     def is_connected(self) -> bool:
@@ -269,7 +268,8 @@ class ControlPlane:
 
     def _turn(self, timeout_s: float) -> None:
         now = time.monotonic()
-        gathering = [p.gathers_until - now for p in self._peers.values() if self._notices.has_for(p.rank)]
+        peers = [peer for peer in self._peers.values() if not peer.unsent]
+        gathering = [peer.gathers_until - now for peer in peers if self._notices.has_for(peer.rank)]
         for key, events in self._selector.select(0 if self._outbox else max(0.0, min([timeout_s, *gathering]))):
             if key.fileobj is self._wake_in:
                 self._wake_in.recv(4096)
@@ -349,8 +349,8 @@ class ControlPlane:
             pass
         except OSError:
             peer.unsent.clear()  # reading will find it closed
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        self._selector.modify(peer.connection, events, peer)
+        writes = selectors.EVENT_WRITE if peer.unsent else 0
+        self._selector.modify(peer.connection, selectors.EVENT_READ | writes, peer)
 
     def _closed(self, peer: Peer) -> None:
         for connection in (peer.connection, peer.pulse):
