@@ -31,7 +31,8 @@ from torchstrategy.base.devices import accelerator_module, kind_of
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationImplementation
 from torchstrategy.collectives.backends import C10dBackend, Wait
-from torchstrategy.collectives.connections import Ask, Check, Message
+from torchstrategy.collectives.connections import Ask, Check
+from torchstrategy.collectives.notices import Message
 
 __all__ = ["EarlyOrder", "NativeBackend", "NativeGroups", "in_turn", "make_native_backend", "raise_broken"]
 

@@ -22,6 +22,7 @@ from torchstrategy.base.devices import accelerator_module, check_alike
 from torchstrategy.base.job import Job
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import info_once, set_rank, show_info, warning_once
+from torchstrategy.base.names import difference_of_ranks
 from torchstrategy.base.options import CommunicationOptions
 from torchstrategy.collectives.backends import (
     DataBackend,
@@ -102,8 +103,7 @@ class WorkerGroup(RecordGroup):
         self.implementation = choose_implementation(options.implementation, device_type)
         timeout_s = options.deadline_seconds or _DEFAULT_TIMEOUT_S
         super().__init__(rendezvous, _CONNECTING, timeout_s)
-        # Our own deadline comes first: it can say who did not arrive. gloo's must follow soon, because the process
-        # can't end while gloo waits.
+        # Our own deadline comes first: it can say who did not arrive. The process can't end while gloo waits.
         timeout = timedelta(seconds=timeout_s + _GRACE_S)
         exchange = functools.partial(self.exchange, _CONNECTING)
         check_alike(exchange([str(device) for device in devices]))  # or some would make a native group, and others not
@@ -213,7 +213,7 @@ class WorkerGroup(RecordGroup):
         data = to_bytes(tensor) if tensor.is_cpu and tensor.nbytes <= limit else None
         infos, parts = self._exchange(operation, [list(tensor.shape), str(tensor.dtype)], data)
         if any(info[1] != infos[0][1] for info in infos):
-            lines = "\n".join(f"  rank {rank}: {info[1]}" for rank, info in enumerate(infos))
+            lines = difference_of_ranks([info[1] for info in infos])
             raise InvalidArgumentError(f"{operation}: the ranks must bring the same dtype.\n{lines}")
         shapes = [torch.Size(info[0]) for info in infos]
         longest = max(shape.numel() for shape in shapes)

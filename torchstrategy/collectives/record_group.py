@@ -62,24 +62,21 @@ class RecordGroup:
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, timeout_s: float) -> None:
-        self.rank = rendezvous.rank
-        self.size = rendezvous.size
+        self.rank, self.size = rendezvous.rank, rendezvous.size
         self.watch = rendezvous.watch
         self._timeout_s = timeout_s
         self._sequence = 0
         #: How many sums this rank has begun early where other collectives take the same way; and any rank has.
         self.num_early = self._most_early = 0
         self._started: Callable[[], object] | None = None
-        self._noted: list[str] = []  # collectives since the last record
-        self._known: set[str] = set()  # those that were compared once
+        self._noted, self._known = list[str](), set[str]()  # collectives since the last record; once compared
         self._waiting = Waiting(self.watch.stall)
         watch_for_stalls(self._waiting)
         self._operations: set[str] = set()  # that were completed once
         self._broken = ""
         self._broken_as: type[OpError] = ReplicaFailedError  # as tf, which raises the first error again
         self._process = os.getpid()
-        #: The names of the program's threads that have made collectives.
-        self._threads: set[str] = set()
+        self._threads: set[str] = set()  # of the program that have made collectives, by name
         store = PrefixStore("records", rendezvous.store)
         check = self._checker(operation)
         try:
@@ -273,9 +270,9 @@ class RecordGroup:
         text = difference_of_ranks(self.exchange(f"telling apart what came before {operation}", noted))
         self.give_up(f"the ranks made different collectives before {operation}")
         raise DisagreementError(
-            f"The ranks made different collectives before {operation} at {call_site()}. {text}"
-            "\nEvery rank must call the same layers in the same order, and run the backward pass. Weights are as they "
-            "were, but running statistics may be wrong: start again from the last checkpoint."
+            f"The ranks made different collectives before {operation} at {call_site()}. {text}\nEvery rank must call "
+            "the same layers in the same order, and run the backward pass. Weights are as they were, but running "
+            "statistics may be wrong: start again from the last checkpoint."
         )
 
     def _about_threads(self) -> str:
