@@ -30,6 +30,10 @@ def plus_one(*parts):
     return parts[0] + 1 if len(parts) == 1 else tuple(part + 1 for part in parts)
 
 
+def running_total(before, number):
+    return before + number, before + number
+
+
 def shifted(*parts):
     return ts.data.Dataset.from_tensors(parts[0] if len(parts) == 1 else parts).repeat(2)
 
@@ -43,6 +47,13 @@ EXACT = {
         lambda x: [add(e, 1) for e in x],
     ),
     "filter": (st.tuples(), lambda d: d.filter(is_kept), lambda x: [e for e in x if plain_total(e) % 3 != 1]),
+    "take_while": (
+        st.tuples(small),
+        lambda d, n: d.take_while(lambda x: x < n),
+        lambda x, n: list(itertools.takewhile(lambda e: e < n, x)),
+    ),
+    "scan": (st.tuples(), lambda d: d.scan(0, running_total), lambda x: list(itertools.accumulate(x))),
+    "unique": (st.tuples(), lambda d: d.unique(), lambda x: list(dict.fromkeys(x))),
     "take": (st.tuples(small), lambda d, n: d.take(n), lambda x, n: x[:n]),
     "skip": (st.tuples(small), lambda d, n: d.skip(n), lambda x, n: x[n:]),
     "shard": (

@@ -24,6 +24,9 @@ INFINITE, UNKNOWN = ts.data.INFINITE_CARDINALITY, ts.data.UNKNOWN_CARDINALITY
         (Dataset.range(10).filter(bool), UNKNOWN),
         (Dataset.range(10).filter(bool).repeat(0), 0),
         (Dataset.range(10).flat_map(Dataset.range), UNKNOWN),
+        (Dataset.range(10).take_while(bool), UNKNOWN),
+        (Dataset.range(10).unique(), UNKNOWN),
+        (Dataset.range(10).scan(0, lambda s, x: (s, x)), 10),
         (Dataset.from_generator(lambda: []), UNKNOWN),
         (Dataset.zip(Dataset.range(4), Dataset.range(9).repeat()), 4),
         (Dataset.zip(Dataset.range(4).repeat(), Dataset.range(9).repeat()), INFINITE),
@@ -94,7 +97,14 @@ def test_files():
     assert files.map(len).batch(3).repeat().num_files == 2
     assert files.map(len).files == ("a", "b")
     assert files.splits_by_file
-    for changed in (files.take(1), files.skip(1), files.enumerate(), files.shard(2, 0), files.batch(2, True)):
+    for changed in (
+        files.take(1),
+        files.skip(1),
+        files.enumerate(),
+        files.shard(2, 0),
+        files.batch(2, True),
+        files.unique(),
+    ):
         assert changed.num_files == 2
         assert not changed.splits_by_file
     assert Dataset.zip(files, files).num_files is None

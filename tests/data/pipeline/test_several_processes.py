@@ -1,5 +1,6 @@
 """Datasets distributed over processes."""
 
+import itertools
 import os
 
 import pytest
@@ -18,7 +19,21 @@ def add_noise(x):
     return x, torch.rand(())
 
 
+def is_below_40(x):
+    return x < 40
+
+
+def as_it_was(count, x):
+    return count + 1, x
+
+
+def looks_back():
+    return Dataset.range(50).shuffle(50, seed=2).repeat(2).filter(is_below_40).unique().scan(0, as_it_was)
+
+
 def make(kind):
+    if kind == "looks back":
+        return looks_back().take_while(is_below_40).map(add_noise).batch(6)
     if kind == "positions":
         return Dataset.range(40).shuffle(40).map(add_noise).batch(6).prefetch(2)
     if kind == "elements":
@@ -60,7 +75,7 @@ def read_again(distributed, state):
     return list(distributed)
 
 
-@pytest.mark.parametrize("kind", ["positions", "elements", "files", "hint"])
+@pytest.mark.parametrize("kind", ["positions", "elements", "files", "hint", "looks back"])
 def test_every_example_once_on_two_processes(process_pool, kind):
     ranks = process_pool(2).run(read_stop_and_resume, kind, 3)
     for epoch in range(2):
@@ -68,3 +83,23 @@ def test_every_example_once_on_two_processes(process_pool, kind):
         assert sorted(numbers) == list(range(40))
         assert len({len(rank[epoch]) for rank in ranks}) == 1
     assert all(rank[2] for rank in ranks)
+
+
+def test_what_looks_back_has_the_same_global_batches_on_two_replicas_and_after_each_step():
+    def distribute(num_replicas):
+        strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        return strategy.experimental_distribute_dataset(looks_back().batch(6)), strategy
+
+    def read(distributed, strategy, count=None):
+        parts = map(strategy.experimental_local_results, itertools.islice(distributed, count))
+        return [[x for part in local for x in part.tolist()] for local in parts]
+
+    expected = [x.tolist() for x in looks_back().batch(6)]
+    for num_replicas in (1, 2):
+        for step in range(len(expected) + 1):
+            first, strategy = distribute(num_replicas)
+            elements = iter(first)
+            seen = read(elements, strategy, step)
+            second, strategy = distribute(3 - num_replicas)
+            second.load_state_dict(first.state_dict())
+            assert seen + read(second, strategy) == expected

@@ -38,6 +38,45 @@ def test_interleave_as_in_tf():
     assert plain(dataset) == [1] * 4 + [2] * 4 + [1] * 2 + [2] * 2 + [3] * 4 + [4] * 4 + [3] * 2 + [4] * 2 + [5] * 6
 
 
+def test_take_while_scan_and_unique_as_in_tf():
+    assert plain(Dataset.from_tensor_slices([1, 2, 5, 1, 0]).take_while(lambda x: x < 4).repeat(2)) == [1, 2, 1, 2]
+    totals = Dataset.range(1, 6).scan(10, lambda total, x: (total + x, total * x)).repeat(2)
+    assert plain(totals) == [10, 22, 39, 64, 100] * 2
+    pairs = Dataset.zip(Dataset.range(3), Dataset.range(3))
+    fibonacci = pairs.scan((0, 1), lambda s, pair: ((s[1], s[0] + s[1]), (s[0], pair[1])))
+    assert [(int(a), int(b)) for a, b in fibonacci] == [(0, 0), (1, 1), (1, 2)]
+    assert plain(Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique().repeat(2)) == [1, 37, 2] * 2
+    assert plain(Dataset.from_tensor_slices([[1, 2], [1, 2], [2, 1]]).unique()) == [[1, 2], [2, 1]]
+    assert list(Dataset.from_tensor_slices(["b", "a", "b"]).unique().as_numpy_iterator()) == ["b", "a"]
+
+
+def test_a_state_that_a_function_of_scan_changes_in_place():
+    counted = Dataset.range(3).scan(torch.zeros(()), lambda count, x: (count.add_(1), count.clone()))
+    elements = iter(counted)
+    next(elements)
+    state = counted.state_dict()
+    assert plain(elements) == [2, 3]
+    counted.load_state_dict(state)
+    assert plain(counted) == [2, 3]
+    assert plain(counted) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Dataset.range(2).take_while(lambda x: None), r"take_while\(\) must return one truth value"),
+        (Dataset.range(2).scan(0, lambda s, x: x), "the new state and an element. Received: int64"),
+        (Dataset.range(2).scan(0, lambda s, x: (s * 1.5, x)), "Expected: int64.*Received: float32"),
+        (Dataset.range(2).scan((0, 1), lambda s, x: (x, x)), "structure and dtypes of initial_state"),
+        (Dataset.from_tensor_slices([1.0]).unique(), "one tensor of integers, or a string. Received: float32"),
+        (Dataset.zip(Dataset.range(2), Dataset.range(2)).unique(), "one tensor of integers"),
+    ],
+)
+def test_functions_and_elements_that_do_not_fit(dataset, message):
+    with pytest.raises(TypeError, match=message):
+        list(dataset)
+
+
 def test_flat_map_of_empty_datasets():
     assert plain(Dataset.range(4).flat_map(lambda n: Dataset.range(int(n) % 2))) == [0, 0]
     assert plain(Dataset.range(3).interleave(lambda n: Dataset.range(0), 2)) == []

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Self, override
 
 from torchstrategy.base.later import explains_absent
-from torchstrategy.data.pipeline import dataset_sources
+from torchstrategy.data.pipeline import dataset_sources, ops
 from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable
 from torchstrategy.data.pipeline.elements import map_leaves, to_element
 from torchstrategy.data.pipeline.nested import ZipOp
@@ -242,6 +242,54 @@ class Dataset(Transformations):
         if not isinstance(result, Dataset):
             raise TypeError(f"The function of apply() must return a ts.data.Dataset. Received: {result!r}")
         return result
+
+    def take_while(self, predicate: Callable[..., Any]) -> Self:
+        """Keep the elements before the first one for which a function is false.
+
+        Args:
+            predicate: takes an element, a plain tuple unpacked into arguments, and returns one truth value.
+
+        Raises:
+            TypeError: ``predicate`` is no function; while iterating: it returned something else, such as ``None``.
+
+        Example:
+            >>> list(ts.data.Dataset.range(10).take_while(lambda x: x < 2))
+            [tensor(0), tensor(1)]
+        """
+        return self._with(ops.TakeWhileOp((self._op,), check_callable("predicate", predicate)))
+
+    def scan(self, initial_state: Any, scan_func: Callable[[Any, Any], Any]) -> Self:
+        """Apply a function that passes a state on from element to element.
+
+        The state is part of ``state_dict()``; keep it small.
+
+        Args:
+            initial_state: the state before the first element; numbers, arrays and lists in it become tensors.
+            scan_func: takes the state and an element, and returns the new state and what becomes an element.
+
+        Raises:
+            TypeError: ``scan_func`` is no function; while iterating: it returned no pair, or a state of another
+                structure or dtype.
+
+        Example:
+            >>> list(ts.data.Dataset.range(4).scan(0, lambda total, x: (total + x, total + x)))
+            [tensor(0), tensor(1), tensor(3), tensor(6)]
+        """
+        return self._with(ops.ScanOp((self._op,), to_element(initial_state), check_callable("scan_func", scan_func)))
+
+    def unique(self) -> Self:
+        """Keep the first of equal elements.
+
+        All different elements are kept in memory. Resuming reads what comes before again, from its beginning.
+
+        Raises:
+            TypeError: while iterating: an element is neither one tensor of integers nor a string.
+
+        Example:
+            >>> list(ts.data.Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique())
+            [tensor(1), tensor(37), tensor(2)]
+        """
+        return self._with(ops.UniqueOp((self._op,)))
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         """Iterate over the elements with numpy arrays and numbers in place of tensors.

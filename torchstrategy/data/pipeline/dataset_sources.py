@@ -17,9 +17,8 @@ from typing_extensions import override
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.pipeline.access import RAW, Access, Columns, Progression
 from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
-from torchstrategy.data.pipeline.element_nodes import Generate
 from torchstrategy.data.pipeline.elements import describe, parts, rebuild, to_element, to_raw
-from torchstrategy.data.pipeline.nested import Files
+from torchstrategy.data.pipeline.nested import Files, Generate
 from torchstrategy.data.pipeline.nodes import Positions
 from torchstrategy.data.pipeline.op import UNKNOWN_CARDINALITY, Op, Stream
 from torchstrategy.errors import InvalidArgumentError

@@ -1,4 +1,4 @@
-"""Nodes that make, change, combine or keep elements."""
+"""Nodes that change, combine or keep elements."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -16,10 +15,10 @@ from typing_extensions import override
 
 from torchstrategy.data.pipeline.access import Access
 from torchstrategy.data.pipeline.batches import split
-from torchstrategy.data.pipeline.elements import add_note, begin, call_noted, describe, map_leaves, to_raw
+from torchstrategy.data.pipeline.elements import call_noted, describe, leaf_paths, map_leaves, to_element, to_raw
 from torchstrategy.data.pipeline.op import Node, SourcedNode, State
 
-__all__ = ["Batch", "Cache", "CacheMemory", "Filter", "Generate", "Lookup", "Map", "Unbatch"]
+__all__ = ["Batch", "Cache", "CacheMemory", "Filter", "Lookup", "Map", "Scan", "TakeWhile", "Unbatch", "Unique"]
 
 
 class Lookup(SourcedNode):
@@ -157,7 +156,7 @@ class Filter(SourcedNode):
         predicate: the user's function.
     """
 
-    saved = ("number",)
+    saved: ClassVar[tuple[str, ...]] = ("number",)
 
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
         super().__init__(source)
@@ -172,62 +171,128 @@ class Filter(SourcedNode):
         while True:
             element = next(self._source)
             self.number += 1
-            if _truth(call_noted("filter", self._predicate, element, f"element {self.number - 1}")):
+            if _truth("filter", call_noted("filter", self._predicate, element, f"element {self.number - 1}")):
                 return element
 
 
-class Generate(Node):
-    """What a function's iterator gives; resuming reads it again from the start.
+class TakeWhile(Filter):
+    """The elements before the first one for which a function is false.
 
     Args:
-        make: returns an iterable.
-        convert: makes an element of an item.
-        fn: the user's function, for messages.
+        source: of the elements.
+        predicate: the user's function.
     """
 
-    def __init__(
-        self, make: Callable[[], Iterable[Any]], convert: Callable[[Any], Any], fn: Callable[..., Any]
-    ) -> None:
-        self._make = make
+    saved = ("number", "is_ended")
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self.is_ended = False
+
+    @override
+    def next(self) -> Any:
+        if self.is_ended:
+            raise StopIteration
+        element = next(self._source)
+        answer = call_noted("take_while", self._predicate, element, f"element {self.number}")
+        self.number += 1
+        self.is_ended = not _truth("take_while", answer)
+        if self.is_ended:
+            raise StopIteration
+        return element
+
+
+class Scan(SourcedNode):
+    """What a function returns besides a value that it passes on from element to element.
+
+    Args:
+        source: of the elements.
+        initial: the value before the first element.
+        fn: the user's function.
+    """
+
+    saved = ("number",)
+
+    def __init__(self, source: Node, initial: Any, fn: Callable[..., Any]) -> None:
+        super().__init__(source)
+        self._initial = initial
         self._fn = fn
-        self._convert = convert
 
     @override
     def start(self, state: State | None) -> None:
-        self._num_read = 0
-        self._items: Iterator[Any] | None = None
-        if state is not None and state["num_read"]:
-            wanted = state["num_read"]
-            found = self.skip(wanted)
-            if found < wanted:
-                raise RuntimeError(
-                    f"The data has changed since the state was taken: {wanted} elements had been read, now there are "
-                    f"only {found}."
-                )
+        super().start(state)
+        leaves = None if state is None else iter(state["value"])
+        # Only leaves are saved: a state has no containers of the user's.
+        self._value = map_leaves(lambda leaf: _copy(leaf if leaves is None else next(leaves)), self._initial)
 
     @override
-    def read(self, count: int) -> list[Any]:
-        return self._read(count, self._convert)
+    def begin(self) -> None:
+        self.number = 0
 
     @override
-    def skip(self, count: int) -> int:
-        return len(self._read(count, lambda _: None))
+    def next(self) -> Any:
+        pair = (self._value, next(self._source))
+        result = call_noted("scan", self._fn, pair, f"element {self.number}")
+        if type(result) is not tuple or len(result) != 2:
+            raise TypeError(
+                f"The function of scan() must return the new state and an element. Received: {describe(result)}"
+            )
+        value, element = map(to_element, result)
+        if _form(value) != _form(self._initial):
+            raise TypeError(
+                "The new state of scan() must have the structure and dtypes of initial_state. Expected: "
+                f"{describe(self._initial)}. Received: {describe(value)}"
+            )
+        self._value = value
+        self.number += 1
+        return element
 
     @override
     def get_state(self) -> State:
-        return {"num_read": self._num_read}
+        return super().get_state() | {"value": [_copy(leaf) for _, leaf in leaf_paths(self._value)]}
 
-    def _read(self, count: int, convert: Callable[[Any], Any]) -> list[Any]:
-        items: list[Any] = []
-        try:
-            if self._items is None:
-                self._items = begin("from_generator", self._fn, lambda: iter(self._make()))
-            items.extend(map(convert, islice(self._items, count)))  # up to the one that fails
-        except Exception as error:
-            add_note(error, "from_generator", self._fn, f"element {self._num_read + len(items)}")
-            raise
-        self._num_read += len(items)
-        return items
+
+class Unique(SourcedNode):
+    """Each element once; resuming reads again what was read, so that a state holds no elements.
+
+    Args:
+        source: of the elements.
+    """
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._seen: set[Any] = set()
+        self._num_read = 0
+        self._source.reset(None if state is None else state["beginning"])
+        self._beginning = self._source.state_dict()
+        while state is not None and self._num_read < state["num_read"]:
+            if not self._read_one():
+                raise RuntimeError(
+                    f"The data has changed since the state was taken: {state['num_read']} elements had been read "
+                    f"before unique(), now there are {self._num_read}."
+                )
+
+    @override
+    def next(self) -> Any:
+        while found := self._read_one():
+            element, is_new = found
+            if is_new:
+                return element
+        raise StopIteration
+
+    @override
+    def get_state(self) -> State:
+        return {"beginning": self._beginning, "num_read": self._num_read}
+
+    def _read_one(self) -> tuple[Any, bool] | None:
+        found = self._source.read(1)
+        if not found:
+            return None
+        key, num_seen = _key(found[0]), len(self._seen)
+        self._num_read += 1
+        self._seen.add(key)
+        return found[0], len(self._seen) > num_seen
 
 
 class Cache(Node):
@@ -304,15 +369,29 @@ class CacheMemory:
         self.__dict__.update(state, lock=threading.RLock())
 
 
-def _truth(answer: Any) -> bool:
+def _truth(operation: str, answer: Any) -> bool:
     if isinstance(answer, (bool, int, np.generic)):
         return bool(answer)
     if not isinstance(answer, (Tensor, np.ndarray)) or math.prod(answer.shape) != 1:
         raise TypeError(
-            f"The function of filter() must return one truth value. Received: {describe(answer)}. Of a tensor take "
-            ".all() or .any()."
+            f"The function of {operation}() must return one truth value. Received: {describe(answer)}. Of a tensor "
+            "take .all() or .any()."
         )
     return bool(answer)
+
+
+def _form(value: Any) -> list[tuple[str, Any]]:
+    return [(path, getattr(leaf, "dtype", type(leaf))) for path, leaf in leaf_paths(value)]
+
+
+def _key(element: Any) -> Any:
+    if isinstance(element, (str, bytes)):
+        return element
+    if not isinstance(element, Tensor) or element.is_floating_point() or element.is_complex():
+        raise TypeError(
+            f"unique() takes elements that are one tensor of integers, or a string. Received: {describe(element)}"
+        )
+    return element.dtype, tuple(element.shape), tuple(element.flatten().tolist())
 
 
 def _copy(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Operations and nodes that read several sources: one after another, in turn, or side by side."""
+"""Operations and nodes that read what is no dataset, or several: one after another, in turn, or side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchstrategy.data.pipeline.ops import elements_of
 from torchstrategy.data.pipeline.randomness import Draws, KeyedDraws
 from torchstrategy.data.readers.reading import read_from
 
-__all__ = ["ConcatenateOp", "Files", "InterleaveOp", "ZipOp"]
+__all__ = ["ConcatenateOp", "Files", "Generate", "InterleaveOp", "ZipOp"]
 
 
 class Interleave(Node):
@@ -120,6 +120,60 @@ class _Slot:
 
     def state(self) -> State:
         return {"before": self._before, "number": self._number, "inner": self.node.state_dict()}
+
+
+class Generate(Node):
+    """What a function's iterator gives; resuming reads it again from the start.
+
+    Args:
+        make: returns an iterable.
+        convert: makes an element of an item.
+        fn: the user's function, for messages.
+    """
+
+    def __init__(
+        self, make: Callable[[], Iterable[Any]], convert: Callable[[Any], Any], fn: Callable[..., Any]
+    ) -> None:
+        self._make = make
+        self._fn = fn
+        self._convert = convert
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._num_read = 0
+        self._items: Iterator[Any] | None = None
+        if state is not None and state["num_read"]:
+            wanted = state["num_read"]
+            found = self.skip(wanted)
+            if found < wanted:
+                raise RuntimeError(
+                    f"The data has changed since the state was taken: {wanted} elements had been read, now there are "
+                    f"only {found}."
+                )
+
+    @override
+    def read(self, count: int) -> list[Any]:
+        return self._read(count, self._convert)
+
+    @override
+    def skip(self, count: int) -> int:
+        return len(self._read(count, lambda _: None))
+
+    @override
+    def get_state(self) -> State:
+        return {"num_read": self._num_read}
+
+    def _read(self, count: int, convert: Callable[[Any], Any]) -> list[Any]:
+        items: list[Any] = []
+        try:
+            if self._items is None:
+                self._items = begin("from_generator", self._fn, lambda: iter(self._make()))
+            items.extend(map(convert, islice(self._items, count)))  # up to the one that fails
+        except Exception as error:
+            add_note(error, "from_generator", self._fn, f"element {self._num_read + len(items)}")
+            raise
+        self._num_read += len(items)
+        return items
 
 
 class Files(Node):

@@ -32,11 +32,14 @@ __all__ = [
     "MapOp",
     "PrefetchOp",
     "RepeatOp",
+    "ScanOp",
     "ShardOp",
     "ShuffleOp",
     "SkipOp",
     "TakeOp",
+    "TakeWhileOp",
     "UnbatchOp",
+    "UniqueOp",
     "elements_of",
 ]
 
@@ -73,6 +76,46 @@ class FilterOp(Op):
     @override
     def build(self, streams: list[Stream]) -> Stream:
         return Stream(element_nodes.Filter(elements_of(streams[0]), self.predicate))
+
+
+@dataclass(frozen=True, eq=False)
+class TakeWhileOp(FilterOp):
+    """``take_while``."""
+
+    form: ClassVar[str] = "take_while()"
+    splits_by_file: ClassVar[bool] = False
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        return Stream(element_nodes.TakeWhile(elements_of(streams[0]), self.predicate))
+
+
+@dataclass(frozen=True, eq=False)
+class ScanOp(Op):
+    """``scan``."""
+
+    form: ClassVar[str] = "scan()"
+    splits_by_file: ClassVar[bool] = False
+
+    initial: Any
+    fn: Callable[..., Any]
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        return Stream(element_nodes.Scan(elements_of(streams[0]), self.initial, self.fn))
+
+
+@dataclass(frozen=True, eq=False)
+class UniqueOp(Op):
+    """``unique``."""
+
+    keeps_count: ClassVar[bool] = False
+    form: ClassVar[str] = "unique()"
+    splits_by_file: ClassVar[bool] = False
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        return Stream(element_nodes.Unique(elements_of(streams[0])))
 
 
 @dataclass(frozen=True, eq=False)
