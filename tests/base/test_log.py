@@ -65,9 +65,12 @@ def test_all_calls_are_shown_if_wanted(strategy, monkeypatch):
 
 
 def test_strategies_datasets_and_contexts_say_what_they_are(strategy):
-    assert repr(strategy) == "<MirroredStrategy: 2 replicas on cpu:0, cpu:1>"
-    assert repr(ts.OneDeviceStrategy("cpu:0")) == "<OneDeviceStrategy: 1 replica on cpu:0>"
+    """As in tf Python's own text comes first, which programs may look for."""
+    start, _, rest = repr(strategy).partition(" at 0x")
+    assert start == "<torchstrategy.strategies.mirrored_strategy.MirroredStrategy object"
+    assert rest.endswith(": 2 replicas on cpu:0, cpu:1>")
+    assert repr(ts.OneDeviceStrategy("cpu:0")).endswith(": 1 replica on cpu:0>")
     dataset = strategy.experimental_distribute_dataset([1.0, 2.0], batch_size=2)
-    assert repr(dataset) == "<DistributedDataset for 2 replicas on cpu:0, cpu:1>"
+    assert repr(dataset).endswith(": for 2 replicas on cpu:0, cpu:1>")
     contexts = strategy.run(lambda: repr(ts.get_replica_context()))
-    assert contexts.values[1] == "<ReplicaContext: replica 1 of 2 on cpu:1>"
+    assert contexts.values[1].endswith(": replica 1 of 2 on cpu:1>")

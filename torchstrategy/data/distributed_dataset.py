@@ -105,7 +105,7 @@ class DistributedDataset:
         return reading, self._cursor
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} for {self._placement}>"
+        return f"{super().__repr__()[:-1]}: for {self._placement}>"
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return what a function, which gets a state and an element, has made of the elements of one iteration.

@@ -85,9 +85,8 @@ class ReplicaContext:
         self.has_scaled_losses = False
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__}: replica {self._replica_id} of {self.num_replicas_in_sync} on {self.devices[0]}>"
-        )
+        where = f"{self._replica_id} of {self.num_replicas_in_sync} on {self.devices[0]}"
+        return f"{super().__repr__()[:-1]}: replica {where}>"
 
     @property
     def strategy(self) -> Any:

@@ -108,7 +108,7 @@ class Strategy:
 
     def __repr__(self) -> str:
         rank = "" if self.workers is None else f" (rank {self.workers.rank} of {self.workers.size})"
-        return f"<{type(self).__name__}: {self.placement}{rank}>"
+        return f"{super().__repr__()[:-1]}: {self.placement}{rank}>"
 
     @property
     def num_replicas_in_sync(self) -> int:
