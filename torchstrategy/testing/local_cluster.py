@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,9 +27,8 @@ import torch
 from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
-from torchstrategy.collectives.connections import is_stopped
 from torchstrategy.ps.server import Server
-from torchstrategy.testing.processes import process_context
+from torchstrategy.testing.processes import process_context, signal_process
 
 __all__ = ["LocalCluster"]
 
@@ -258,16 +256,7 @@ class _ServerProcess:
         os.kill(self.process.pid, number)
 
     def halt(self) -> None:
-        self.send_signal(signal.SIGSTOP)
-        # A thread may compute, and answer, until the kernel gets round to it.
-        while sys.platform == "linux" and self.is_alive and not self._is_halted():
-            time.sleep(0.001)
-
-    def _is_halted(self) -> bool:
-        try:
-            return all(map(is_stopped, Path(f"/proc/{self.process.pid}/task").glob("*/stat")))
-        except OSError:  # a thread has ended meanwhile
-            return False
+        signal_process(self.process, signal.SIGSTOP)
 
     def ask_to_end(self) -> None:
         if self.is_alive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -14,15 +15,17 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from torchstrategy.base.addresses import ReservedPorts
+from torchstrategy.collectives.connections import is_stopped
 from torchstrategy.testing.network import Host, Network
 
-__all__ = ["Outcome", "ProcessPool", "RemoteError", "process_context", "run_in_processes"]
+__all__ = ["Outcome", "ProcessPool", "RemoteError", "process_context", "run_in_processes", "signal_process"]
 
 _START_TIMEOUT_S = 120.0
 _AFTER_ERROR_S = 6.0
@@ -163,7 +166,7 @@ class ProcessPool:
         """
         if not self._processes:
             raise RuntimeError("The pool has no processes yet. Call a function first.")
-        os.kill(self._processes[rank].pid, number)
+        signal_process(self._processes[rank], number)
 
     def close(self) -> None:
         """End the processes."""
@@ -305,6 +308,23 @@ def run_in_processes(
     """
     with ProcessPool(size, timeout_s) as pool:
         return pool.run(fn, *args, **kwargs)
+
+
+def signal_process(process: Any, number: int) -> None:
+    """Send a signal to a process; wait until all its threads have stopped if it is to stop.
+
+    A thread may compute, and answer, until the kernel gets round to it.
+
+    Args:
+        process: of ``multiprocessing``.
+        number: the signal.
+    """
+    os.kill(process.pid, number)
+    while number == signal.SIGSTOP and sys.platform == "linux" and process.is_alive():
+        with contextlib.suppress(OSError):  # a thread has ended meanwhile
+            if all(map(is_stopped, Path(f"/proc/{process.pid}/task").glob("*/stat"))):
+                return
+        time.sleep(0.001)
 
 
 def process_context() -> Any:
