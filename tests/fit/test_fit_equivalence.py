@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -27,12 +28,17 @@ def flat(numbers, path=""):
 
 
 def assert_near(found, expected, tolerance, only_expected=False):
+    """Compare relative to the largest number of an array, for a small one may be the difference of large ones."""
     found, expected = flat(found), flat(expected)
     assert found.keys() >= expected.keys() if only_expected else found.keys() == expected.keys()
+    largest = defaultdict(lambda: 1.0)
+    for path, number in expected.items():
+        name = path.partition("[")[0]
+        largest[name] = max(largest[name], abs(number))
     wrong = {
         path: (found[path], number)
         for path, number in expected.items()
-        if not math.isclose(found[path], number, rel_tol=tolerance, abs_tol=tolerance)
+        if not math.isclose(found[path], number, rel_tol=0.0, abs_tol=tolerance * largest[path.partition("[")[0]])
     }
     assert not wrong, f"(found, expected): {wrong}"
 
