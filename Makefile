@@ -99,8 +99,10 @@ $(XLA_VENV)/.dev: .ci/install_torch_xla.py pyproject.toml
 	$(XLA_RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
+# hydra-ray-launcher asks for an older cloudpickle than parameter servers need, and works with this one.
 $(ENGINES_VENV)/.tests-engines: .ci/install_torch.py pyproject.toml
 	$(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_RUN) .ci/install_torch.py
 	$(ENGINES_RUN) -m pip install --quiet --disable-pip-version-check --editable '.[tests-engines]'
+	$(ENGINES_RUN) -m pip install --quiet --disable-pip-version-check --no-deps 'hydra-ray-launcher==1.2.*'
 	@touch $@
