@@ -121,9 +121,15 @@ def test_a_copy_of_the_recipe_grows_when_a_node_comes(cluster, tmp_path, monkeyp
         if node is not cluster.head_node:
             cluster.remove_node(node)
     options = copy_recipe(tmp_path, epochs=30)
+    recipe = tmp_path / "ray_train.py"
+    program, line = recipe.read_text(), "            steps.assign_add(1)\n"
+    assert line in program  # one worker takes its time, or it could have done all before another one comes
+    waiting = "            if strategy.num_replicas_in_sync == 1:\n                __import__('time').sleep(0.2)\n"
+    recipe.write_text(program.replace(line, line + waiting))
     output = train(
         tmp_path, [*options, "workers.elastic_resize_monitor_interval_s=1"], lambda: cluster.add_node(**NODE)
     )
+    recipe.write_text(program)
     assert re.findall(r"Started training worker group of size (\d)", output) == ["1", "2"]
     assert re.search("^Trained, steps: 300, epochs: 30, loss: ", output, re.MULTILINE), output
     compare_with_one_replica(tmp_path, options, monkeypatch)
