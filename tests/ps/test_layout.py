@@ -3,11 +3,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.profiles import quick
 from torchstrategy.ps.layout import Part, Placer, VariableSpec, cut_evenly
 from torchstrategy.ps.partitioning import FixedShardsPartitioner
 
 
 @given(st.integers(0, 200), st.integers(1, 50))
+@quick(100)
 def test_rows_are_cut_evenly(num_rows, num_shards):
     rows = cut_evenly(num_rows, num_shards)
     assert len(rows) == num_shards
@@ -17,6 +19,7 @@ def test_rows_are_cut_evenly(num_rows, num_shards):
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), max_size=8), st.booleans())
+@quick(100)
 def test_parts_cover_every_row_once(num_ps, variables, by_size):
     shards = iter([count for _, count in variables])
     placer = Placer(num_ps, lambda shape, dtype: [next(shards)], by_size=by_size)
