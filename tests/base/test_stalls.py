@@ -160,9 +160,13 @@ def wait_for_a_file(path):
     workers = strategy.workers
     if workers.rank == 1:
         (path / str(os.getpid())).write_text("")
-        while not (path / "go on").exists():
-            time.sleep(0.01)  # the line that must be shown
+        wait_for(path / "go on")  # the line that must be shown
     workers.exchange("meeting", 1)
+
+
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.01)
 
 
 def ask(port, capsys, *options):
