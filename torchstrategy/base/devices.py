@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy.base.job import Job
+from torchstrategy.base.names import lines_of_ranks
 
 __all__ = [
     "DeviceKind",
@@ -199,11 +200,9 @@ class Placement:
         return f"replica {self.first_replica + local_id} on {self.devices[local_id]}"
 
     def __str__(self) -> str:
-        where = f"{self.num_local} on {', '.join(map(str, self.devices))}"
-        replicas = "replica" if self.num_replicas == 1 else "replicas"
-        if self.num_local == self.num_replicas:
-            return where.replace(" on ", f" {replicas} on ")
-        return f"{self.num_replicas} {replicas}, {where}"
+        replicas = f"{self.num_replicas} replica{'' if self.num_replicas == 1 else 's'}"
+        here = "" if self.num_local == self.num_replicas else f", {self.num_local}"
+        return f"{replicas}{here} on {', '.join(map(str, self.devices))}"
 
 
 def canonical_device(name: str | torch.device) -> torch.device:
@@ -330,10 +329,7 @@ def check_alike(brought: Sequence[Sequence[str]]) -> None:
     """
     kinds = [[device.split(":")[0] for device in row] for row in brought]
     if any(row != kinds[0] for row in kinds):
-        raise RuntimeError(
-            "Every process must bring as many devices, of the same kinds:\n"
-            + "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(brought))
-        )
+        raise RuntimeError("Every process must bring as many devices, of the same kinds:\n" + lines_of_ranks(brought))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ __all__ = [
     "difference_of_ranks",
     "dtype_name",
     "find",
+    "lines_of_ranks",
     "named_ranks",
     "set_default_dtype",
     "snake_case",
@@ -116,15 +117,19 @@ def alike(values: Sequence[_T]) -> list[tuple[list[int], _T]]:
     return list(found.values())
 
 
+def lines_of_ranks(values: Sequence[Any]) -> str:
+    """Return a line for each rank with its value; of many ranks one for those whose values are alike."""
+    return "\n".join(f"  {named_ranks(ranks)}: {value}" for ranks, value in alike(values))
+
+
 def difference_of_ranks(brought: Sequence[Any]) -> str:
     """Say what each rank brought, in lines; of long lists only the number of entries and the first difference."""
     if not all(isinstance(value, list) for value in brought):
-        return "\n".join(f"  {named_ranks(ranks)}: {value}" for ranks, value in alike(brought))
+        return lines_of_ranks(brought)
     columns = list(itertools.zip_longest(*brought, fillvalue="nothing"))
     index, column = next((i, column) for i, column in enumerate(columns) if any(v != column[0] for v in column))
-    rows = alike([(value, len(own)) for value, own in zip(column, brought, strict=True)])
-    lines = [f"  {named_ranks(ranks)}: {value} ({length} in all)" for ranks, (value, length) in rows]
-    return "\n".join([f"The first difference is at position {index}:", *lines])
+    lines = lines_of_ranks([f"{value} ({len(own)} in all)" for value, own in zip(column, brought, strict=True)])
+    return f"The first difference is at position {index}:\n{lines}"
 
 
 def tensors_of(brought: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchstrategy import errors
 from torchstrategy.base.log import logger
+from torchstrategy.base.names import lines_of_ranks
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.background import CheckpointOptions, takes_async
 from torchstrategy.checkpoint.checkpoint import Checkpoint
@@ -240,10 +241,9 @@ class CheckpointManager:
             return
         seen = workers.exchange("restore_or_initialize", latest and os.path.basename(latest))
         if any(name != seen[0] for name in seen):
-            rows = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(seen))
             raise RuntimeError(
-                f"The ranks see different latest checkpoints in {self._directory}:\n{rows}\nThe directory must be on a "
-                "file system that all hosts share."
+                f"The ranks see different latest checkpoints in {self._directory}:\n{lines_of_ranks(seen)}\nThe "
+                "directory must be on a file system that all hosts share."
             )
 
 

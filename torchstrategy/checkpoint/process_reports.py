@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torchstrategy import errors
+from torchstrategy.base.names import lines_of_ranks
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.storage import absolute
 
@@ -110,10 +111,9 @@ def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
 
 
 def _raise_different_paths(names: list[str]) -> NoReturn:
-    rows = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(names))
     raise RuntimeError(
-        f"The ranks would restore different checkpoints:\n{rows}\nThe directory must be on a file system that all "
-        "hosts share."
+        f"The ranks would restore different checkpoints:\n{lines_of_ranks(names)}\nThe directory must be on a file "
+        "system that all hosts share."
     )
 
 

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import call_site, warning_once
+from torchstrategy.base.names import lines_of_ranks
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.summing import copy_in, copy_out, divide, memory_order
 from torchstrategy.errors import DisagreementError
@@ -226,7 +227,7 @@ class StateShard:
         if any(number != loads[0] for number in loads):
             raise DisagreementError(
                 f"The states of {self._name} are split over ranks, which have not loaded them equally often:\n"
-                + "\n".join(f"  rank {rank}: {number} times" for rank, number in enumerate(loads))
+                + lines_of_ranks([f"{number} times" for number in loads])
                 + f"\n(Found before the sum of gradients at {call_site()}.) Call `load_state_dict` or "
                 "`ts.train.Checkpoint.restore` on every rank: each takes its part."
             )

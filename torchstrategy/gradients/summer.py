@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.devices import Placement, is_capturing, tensor_device
 from torchstrategy.base.log import call_site, warn_once
+from torchstrategy.base.names import lines_of_ranks
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
 from torchstrategy.base.values import PerReplica
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
@@ -333,13 +334,13 @@ class GradientSummer:
         if len({row.number for row in records}) > 1:
             raise DisagreementError(
                 "The ranks sum the gradients of different optimizers, whose parameters have equal shapes:\n"
-                + "\n".join(f"  rank {rank}: optimizer number {row.number}" for rank, row in enumerate(records))
+                + lines_of_ranks([f"optimizer number {row.number}" for row in records])
                 + "\n(counted by their first steps). Every rank must step the same optimizers in the same order."
             )
         if len({row.step for row in records} - {None}) > 1:
             raise DisagreementError(
                 "The ranks sum gradients of different batches of a dataset:\n"
-                + "\n".join(f"  rank {rank}: batch {row.step} of its iteration" for rank, row in enumerate(records))
+                + lines_of_ranks([f"batch {row.step} of its iteration" for row in records])
                 + "\nA rank has left out a batch, or read one more. Every rank must run its function on every element, "
                 "also where its share is empty."
             )

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.base.context import updating
 from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.names import lines_of_ranks
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock, can_map, make_block, share_block
 from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.replicas.host_states import Place, StateSharing
@@ -193,8 +194,7 @@ class HostMemory:
         rows = self._workers.exchange(_OPERATION, own)
         if any(row[0] != rows[0][0] for row in rows):
             raise InvalidArgumentError(
-                "The ranks have different new parameters or buffers:\n"
-                + "\n".join(f"  rank {rank}: {row[0]}" for rank, row in enumerate(rows))
+                "The ranks have different new parameters or buffers:\n" + lines_of_ranks([row[0] for row in rows])
             )
         self._is_written_unseen = rows[0][3]
         return rows[0][1], str(rows[0][2])
