@@ -333,6 +333,27 @@ def test_a_newer_coordinator_has_taken_the_server_over_meanwhile(make):
         value_of(one)
 
 
+def test_a_newer_coordinator_takes_the_server_over_while_it_is_asked_for(make):
+    one = make()
+    one.client.create(one.spec, torch.zeros(4))
+    reopen, one.link.peer.open = one.link.peer.open, lambda: None
+    one.lose()
+    newer = ServerLink(0, one.cluster["ps"][0])
+    newer.connect(one.loop, {"role": "coordinator", "incarnation": 2})
+    assert newer.wait(WAIT_S)
+    one.link.answered.clear()
+
+    def be_refused():
+        error = one.link.peer.unavailable()  # as it was before the refusal came
+        one.loop.call_soon(reopen)
+        assert one.link.wait(WAIT_S)
+        raise error
+
+    one.link._ask_why = be_refused
+    with pytest.raises(UnavailableError, match="newer coordinator"):
+        value_of(one)
+
+
 def test_a_long_wait_is_told(make, monkeypatch, caplog):
     monkeypatch.setattr(links, "_SECONDS_TO_LINE_OF_AWAY", 0.01)
     one = make()

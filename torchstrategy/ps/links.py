@@ -215,8 +215,7 @@ class ServerLink:
             self._request = request
             raise
         except UnavailableError as error:
-            self._check()
-            if request is None or not self._may_persist(error):
+            if not self._may_persist(error) or request is None:
                 raise
             lost = error
         return self._persist(lambda: self._send(request).receive(timeout_seconds, into), lost)
@@ -260,9 +259,11 @@ class ServerLink:
                 error = new
 
     def _may_persist(self, error: UnavailableError) -> bool:
-        """Say whether it may be waited for the server, after an error that is not its answer."""
-        is_waiting = self._grace_s > 0 and self._gone is None and not self.peer.loop.is_current
-        return is_waiting and not isinstance(error, RefusedError)
+        """Say whether it may be waited for the server after an error that is not its answer; raise what says more."""
+        if isinstance(error, RefusedError):
+            return False
+        self._check()
+        return self._grace_s > 0 and not self.peer.loop.is_current
 
     def _wait_until_back(self, error: UnavailableError) -> bool:
         """Wait until the server answers, and say whether it was lost.
@@ -278,7 +279,7 @@ class ServerLink:
             if failure is not None:
                 raise failure from error
             if self.peer.state is PeerState.CLOSED:
-                raise error
+                raise self.failure or error
             if not was_lost and time.monotonic() - start >= self._grace_s:  # its connection stands, but nobody answers
                 text = f"{self.name} was asked in vain for {self._grace_s:g} seconds: it is stuck. {self.remedy}"
                 raise UnavailableError(text) from error
@@ -298,8 +299,7 @@ class ServerLink:
 
     def _send(self, message: Message) -> TensorChannel:
         self._check()
-        channel = self._channel
-        if channel is not None:
+        if (channel := self._channel) is not None:
             try:
                 channel.send(message)
             except UnavailableError:
