@@ -104,7 +104,8 @@ def test_dropout_is_for_training_only(tmp_path):
     losses = losses_of(estimator, ones, 10)
     assert len(set(losses)) == 10
     plain = float(network(estimator, np.ones((1, 1)), lambda x: np.maximum(x, 0)).item())
-    assert estimator.evaluate(ones, steps=3)["loss"] == pytest.approx(plain**2, rel=1e-5)
+    # The initial values are random, and 200 terms may nearly cancel: relative to the loss float32 may be far off.
+    assert estimator.evaluate(ones, steps=3)["loss"] ** 0.5 == pytest.approx(abs(plain), rel=1e-5, abs=1e-5)
 
 
 def test_moving_averages_are_keras(tmp_path):
