@@ -1,0 +1,84 @@
+"""The diffs of ``docs/from_pytorch.md`` are whole programs: what they train is what the page says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchstrategy as ts
+
+PAGE = Path(__file__).parents[1] / "docs" / "from_pytorch.md"
+
+
+def programs():
+    """Return for each heading with a diff its two programs."""
+    found = {}
+    for heading, diff in re.findall(r"^## (.*?)$(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
+        lines = diff.splitlines()
+        found[heading] = [
+            "\n".join(line[1:] for line in lines if not line.startswith(other)) + "\n" for other in ("+", "-")
+        ]
+    return found
+
+
+PROGRAMS = programs()
+
+
+def in_two_processes(program, folder):
+    """Run a program with the data in order, and return what it prints."""
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(program.replace("shuffle=True", "shuffle=False"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", path]
+    job = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert job.returncode == 0, job.stderr
+    return [line for line in job.stdout.splitlines() if line.startswith("epoch")]
+
+
+def numbers(lines):
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+def test_each_peer_has_a_diff():
+    assert list(PROGRAMS) == ["DistributedDataParallel", "Lightning Fabric", "Hugging Face Accelerate"]
+    for theirs, ours in PROGRAMS.values():
+        compile(theirs, "theirs", "exec")
+        compile(ours, "ours", "exec")
+        assert "torchstrategy" not in theirs
+        assert not re.search(r"torch\.distributed|lightning|accelerate", ours)
+
+
+def test_numbers_of_lines_are_those_of_the_diffs():
+    text = PAGE.read_text()
+    said = [(int(a), int(b)) for a, b in re.findall(r"^(\d+) lines go, (\d+) come\.", text, re.M)]
+    diffs = re.findall(r"^```diff\n(.*?)^```$", text, re.M | re.S)
+    assert said == [tuple(len(re.findall(rf"^{re.escape(sign)}", diff, re.M)) for sign in "-+") for diff in diffs]
+
+
+@pytest.mark.slow
+def test_ddp_trains_the_same_weights(tmp_path):
+    theirs, ours = PROGRAMS["DistributedDataParallel"]
+    printed = [in_two_processes(theirs, tmp_path / "theirs"), in_two_processes(ours, tmp_path / "ours")]
+    assert len(printed[0]) == 3
+    assert numbers(printed[0]) == pytest.approx(numbers(printed[1]), abs=2e-6)
+    theirs, ours = (torch.load(tmp_path / folder / "model.pt") for folder in ("theirs", "ours"))
+    assert list(theirs) == list(ours)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["Lightning Fabric", "Hugging Face Accelerate"])
+def test_the_other_programs_train_the_same(peer, tmp_path):
+    ours = in_two_processes(PROGRAMS[peer][1], tmp_path / "ours")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    (path,) = (tmp_path / "ours").glob("*.ckpt*")
+    ts.train.Checkpoint(model=model).read(str(path.with_suffix(""))).expect_partial()
+    reference = in_two_processes(PROGRAMS["DistributedDataParallel"][1], tmp_path / "ddp")
+    assert ours == reference
+    trained = torch.load(tmp_path / "ddp" / "model.pt")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=0)
