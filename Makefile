@@ -33,7 +33,7 @@ help:
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
 	@echo "make docs       build the documentation into docs/_build/html, warnings are errors"
-	@echo "make notebooks  run the documentation's notebooks and store what their cells print"
+	@echo "make notebooks  run the documentation's notebooks and store what their cells print; draw the README's picture"
 	@echo "make build      build the source distribution and the wheel into dist/"
 	@echo "make clean      remove the virtual environments and everything that was built"
 
@@ -77,6 +77,7 @@ docs: $(VENV)/.docs
 
 notebooks: $(VENV)/.docs
 	$(RUN) docs/execute_notebooks.py
+	$(RUN) docs/draw_picture.py
 
 build: $(VENV)/.dev
 	$(RUN) -m build --no-isolation --outdir dist .

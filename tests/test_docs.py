@@ -72,6 +72,31 @@ def test_page_points_at_what_exists(page):
     assert set(MAKE.findall(text)) - goals == set()
 
 
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
+def test_the_first_program_prints_what_the_readme_shows(devices, capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, program, _ = next(blocks(text))
+    assert program.count("ts.MirroredStrategy()") == 1
+    exec(program.replace("ts.MirroredStrategy()", f"ts.MirroredStrategy({devices})"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert printed.startswith("epoch 0: loss ")
+    shown = re.findall(r"^\$ .*\n((?:epoch .*\n)+)", text, re.MULTILINE)
+    assert len(shown) == 2
+    for lines in shown:
+        assert [float(line.rpartition(" ")[2]) for line in lines.splitlines()] == pytest.approx(
+            [float(line.rpartition(" ")[2]) for line in printed.splitlines()], abs=2e-6
+        )
+
+
+def test_the_picture_shows_the_figures_of_the_performance_page():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")
+    over_ddp = [row.split("|")[6].split()[0] for row in re.findall(r"^\| DDP, 2 processes .*", text, re.MULTILINE)[:4]]
+    assert len(over_ddp) == 4
+    for ratio in over_ddp:
+        assert f">{1 / float(ratio):.2f}<" in picture
+
+
 def test_pages_were_found():
     names = {page_id(page) for page in PAGES}
     assert {"README.md", "docs/index.md", "docs/guide/custom_loop.md"} <= names

@@ -1,6 +1,7 @@
-"""The diffs of ``docs/from_pytorch.md`` are whole programs: what they train is what the page says."""
+"""The diffs of ``docs/from_pytorch.md`` and ``from_keras.md`` are whole programs, and train what the pages say."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,14 @@ import torch
 
 import torchstrategy as ts
 
-PAGE = Path(__file__).parents[1] / "docs" / "from_pytorch.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "from_pytorch.md"
 
 
-def programs():
+def programs(text):
     """Return for each heading with a diff its two programs."""
     found = {}
-    for heading, diff in re.findall(r"^## (.*?)$(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
+    for heading, diff in re.findall(r"^#+ ([^\n]+)$(?:(?!^#).)*?^```diff\n(.*?)^```$", text, re.M | re.S):
         lines = diff.splitlines()
         found[heading] = [
             "\n".join(line[1:] for line in lines if not line.startswith(other)) + "\n" for other in ("+", "-")
@@ -24,7 +26,7 @@ def programs():
     return found
 
 
-PROGRAMS = programs()
+PROGRAMS = programs(PAGE.read_text())
 
 
 def in_two_processes(program, folder):
@@ -82,3 +84,16 @@ def test_the_other_programs_train_the_same(peer, tmp_path):
     trained = torch.load(tmp_path / "ddp" / "model.pt")
     for name, value in model.state_dict().items():
         torch.testing.assert_close(trained[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_program_beside_that_of_keras_trains(tmp_path):
+    ((theirs, ours),) = programs((ROOT / "docs" / "from_keras.md").read_text()).values()
+    compile(theirs, "theirs", "exec")
+    (tmp_path / "train.py").write_text(ours.replace("epochs=3", "epochs=2"))
+    shutil.copy(ROOT / "recipes" / "data" / "fashion_mnist_slice.npz", tmp_path / "images.npz")
+    command = [sys.executable, "train.py"]
+    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert job.returncode == 0, job.stderr
+    assert float(re.search(r"^test accuracy (.*)$", job.stdout, re.MULTILINE)[1]) > 0.7
+    assert (tmp_path / "best.pt").exists()
