@@ -72,6 +72,19 @@ def test_page_points_at_what_exists(page):
     assert set(MAKE.findall(text)) - goals == set()
 
 
+def anchors(text):
+    """Return the anchors of a page's headings, as the documentation and code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_points_at_headings_that_exist(page):
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+
+
 @pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
 def test_the_first_program_prints_what_the_readme_shows(devices, capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
