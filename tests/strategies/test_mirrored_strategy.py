@@ -49,10 +49,11 @@ def test_bad_options():
 
 
 def test_says_which_devices_it_uses(caplog):
-    caplog.set_level(logging.INFO, "torchstrategy")
+    caplog.set_level(logging.DEBUG, "torchstrategy")
     logging.getLogger("torchstrategy").propagate = True
     strategy_of(2)
-    assert f"Using MirroredStrategy with devices ('{FULL_NAME.format(0)}', '{FULL_NAME.format(1)}')" in caplog.text
+    assert "Using MirroredStrategy with devices cpu:0, cpu:1" in caplog.text
+    assert f"In tf's names: {FULL_NAME.format(0)}, {FULL_NAME.format(1)}" in caplog.text
 
 
 def test_torchrun_variables_that_do_not_fit(monkeypatch):

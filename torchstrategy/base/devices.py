@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy.base.job import Job
+from torchstrategy.base.log import logger
 from torchstrategy.base.names import lines_of_ranks
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "is_capturing",
     "kind_of",
     "local_devices",
+    "names_for_log",
     "tensor_device",
     "visible_devices",
 ]
@@ -376,6 +378,12 @@ def full_device_name(device: torch.device, job: str = "localhost", task: int = 0
     """
     kind = kind_of(device).tf_name or device.type.upper()
     return f"/job:{job}/replica:0/task:{task}/device:{kind}:{device.index or 0}"
+
+
+def names_for_log(devices: Sequence[torch.device], job: str = "localhost", task: int = 0) -> str:
+    """Return torch's names of devices for a line of the log, before which tf's are logged in debug."""
+    logger.debug("In tf's names: %s", ", ".join(full_device_name(device, job, task) for device in devices))
+    return ", ".join(map(str, devices))
 
 
 def _check_present(kind: str, index: int, name: str) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.base.addresses import is_loopback, split_address
-from torchstrategy.base.devices import Placement, full_device_name, local_devices
+from torchstrategy.base.devices import Placement, full_device_name, local_devices, names_for_log
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import InputOptions, VariableSynchronization
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
@@ -109,7 +109,7 @@ class BetweenGraphParameterServerStrategy(Strategy):
             self._task = self._cluster_task
             logger.info(
                 "ParameterServerStrategy with compute_devices = %s, as /job:%s/task:%d of the cluster %s",
-                tuple(full_device_name(device, *self._task) for device in own),
+                names_for_log(own, *self._task),
                 *self._task,
                 self.cluster_spec.as_dict(),
             )

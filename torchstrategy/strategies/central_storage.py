@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.base.context import current_replica_context, is_updating
-from torchstrategy.base.devices import Placement, canonical_device, devices_of_process, full_device_name
+from torchstrategy.base.devices import Placement, canonical_device, devices_of_process, full_device_name, names_for_log
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions, ReduceOp
@@ -309,10 +309,10 @@ class CentralStorageStrategy(Strategy):
             self.host_updater = HostUpdater(self.gradients.summer, self._memory, self.num_replicas_in_sync)
         where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"
         logger.info(
-            "Using CentralStorageStrategy with compute_devices = %s%s, variable_device = %r",
-            tuple(full_device_name(device) for device in own),
+            "Using CentralStorageStrategy with compute_devices = %s%s, variable_device = %s",
+            names_for_log(own),
             where,
-            full_device_name(self.parameter_device),
+            self.parameter_device,
         )
 
     @property

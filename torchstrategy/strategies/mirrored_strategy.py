@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from torchstrategy.base.devices import Placement, devices_of_process, full_device_name
+from torchstrategy.base.devices import Placement, devices_of_process, names_for_log
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import CommunicationOptions
@@ -82,9 +82,8 @@ class MirroredStrategy(Strategy):
             check_every=check_every,
             sharded_classes=classes,
         )
-        names = tuple(full_device_name(device) for device in own)
         where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"
-        logger.info("Using MirroredStrategy with devices %s%s", names, where)
+        logger.info("Using MirroredStrategy with devices %s%s", names_for_log(own), where)
 
 
 def _one_host(job: Job) -> Job:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchstrategy.base.devices import Placement, devices_of_process, full_device_name
+from torchstrategy.base.devices import Placement, devices_of_process, names_for_log
 from torchstrategy.base.job import Job
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import CommunicationImplementation, CommunicationOptions
@@ -125,7 +125,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _log(self, job: Job | None, options: CommunicationOptions) -> None:
         """Say in one line what this worker found, as tf does."""
         implementation = options.implementation
-        names = tuple(full_device_name(device, *self._task) for device in self.placement.devices)
+        names = names_for_log(self.placement.devices, *self._task)
         if job is None or job.size == 1:
             logger.info(
                 "Single-worker MultiWorkerMirroredStrategy with local_devices = %s, communication = %s",
