@@ -28,7 +28,7 @@ def settings(config, *options):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 26
+    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 27
     assert len(STRATEGIES) == 7
 
 
@@ -47,7 +47,14 @@ def test_a_configuration_composes_and_begins_with_commands_that_do(config):
 def test_no_command_finds_what_another_one_has_saved():
     """These recipes go on where a folder's last run has ended."""
     folders = []
-    for config in ("estimator", "fault_tolerant", "parameter_server", "ray_train", "sharded_files"):
+    for config in (
+        "estimator",
+        "fault_tolerant",
+        "finetune_transformer",
+        "parameter_server",
+        "ray_train",
+        "sharded_files",
+    ):
         head = re.match(r"(?:# .*\n)+", (CONF / f"{config}.yaml").read_text())[0]
         for command in re.findall(rf"recipes/{config}\.py(.*)", head):
             options = OmegaConf.from_dotlist(

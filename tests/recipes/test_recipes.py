@@ -14,11 +14,11 @@ import torchstrategy as ts
 from tests import warm
 from tests.recipes import layouts
 
-#: Those that run without what only some environments have; tests/engines/test_ray.py runs a copy of the other one.
+#: Those that run without what only some environments have; tests/engines runs copies of the others.
 ALONE = ["compare", "custom_loop", "estimator", "fault_tolerant", "fit", "gan", "parameter_server", "sharded_files"]
-NAMES = sorted([*ALONE, "ray_train"])
+NAMES = sorted([*ALONE, "finetune_transformer", "ray_train"])
 MOST_LINES = 120
-PACKAGES = {"hydra", "numpy", "omegaconf", "ray", "torch", "torchstrategy", "tqdm"}
+PACKAGES = {"hydra", "numpy", "omegaconf", "peft", "ray", "torch", "torchstrategy", "tqdm", "transformers"}
 
 #: Options that make a run short, and the last line of what it prints.
 SHORT = {
@@ -38,7 +38,7 @@ def images(tmp_path_factory):
     return layouts.write_images(tmp_path_factory.mktemp("images") / "images.npz")
 
 
-def test_there_are_nine():
+def test_there_are_ten():
     assert sorted(path.stem for path in layouts.RECIPES.glob("*.py")) == NAMES
     assert sorted(SHORT) == ALONE
 
