@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,11 @@ from torchstrategy.data.example_lists import Examples
 from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from torchstrategy.data.pipeline.dataset import Dataset
+
 __all__ = [
     "OrderDigest",
     "SharedStream",
@@ -39,6 +45,7 @@ __all__ = [
     "declared_batch_size",
     "find_generators",
     "held_data",
+    "is_pipeline",
     "kind_of",
     "known_length",
     "note_small_batch",
@@ -198,6 +205,21 @@ def find_generators(data: Any) -> list[torch.Generator]:
         if isinstance(holder, DataLoader) and holder.batch_sampler is None:
             pending.append(holder.dataset)
     return list(found.values())
+
+
+def is_pipeline(data: Any) -> TypeIs[Dataset]:
+    """Say whether data is a ``ts.data.Dataset``, without the modules that make one: who has none need not import them.
+
+    Args:
+        data: anything.
+
+    Example:
+        >>> from torchstrategy.data.data_order import is_pipeline
+        >>> is_pipeline(ts.data.Dataset.range(3)), is_pipeline([0, 1, 2])
+        (True, False)
+    """
+    made_by = sys.modules.get("torchstrategy.data.pipeline.dataset")
+    return made_by is not None and isinstance(data, made_by.Dataset)
 
 
 def known_length(data: Any) -> int | None:

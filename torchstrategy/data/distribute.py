@@ -13,13 +13,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, InputReplicationMode
-from torchstrategy.data.data_order import Workers, check_equal, checksum, note_small_batch
+from torchstrategy.data.data_order import Workers, check_equal, checksum, is_pipeline, note_small_batch
 from torchstrategy.data.distributed_dataset import DistributedDataset
 from torchstrategy.data.example_lists import with_example_lists
 from torchstrategy.data.loader import IndexedLoader, has_index_batches
 from torchstrategy.data.numpy import ArrayBatches, ArrayDataset, make_numpy_dataset
 from torchstrategy.data.own_streams import FunctionPipelines, InputContext, OwnStreams
-from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.policy import choose_sharding, shard
 from torchstrategy.data.sources import Source, WholeBatches
 from torchstrategy.errors import UnimplementedError

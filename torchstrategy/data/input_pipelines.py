@@ -33,8 +33,7 @@ from torchstrategy.data.batch import (
     join_parts,
     plain_leaves,
 )
-from torchstrategy.data.data_order import Workers, check_kinds, kind_of
-from torchstrategy.data.pipeline.kind import is_pipeline
+from torchstrategy.data.data_order import Workers, check_kinds, is_pipeline, kind_of
 from torchstrategy.data.position import END, Position, StreamPosition, StreamReader
 from torchstrategy.data.sources import first_element
 from torchstrategy.errors import DisagreementError

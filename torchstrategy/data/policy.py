@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import AutoShardPolicy
-from torchstrategy.data.data_order import Workers, check_equal
-from torchstrategy.data.pipeline.kind import is_pipeline
+from torchstrategy.data.data_order import Workers, check_equal, is_pipeline
 from torchstrategy.errors import InvalidArgumentError, NotFoundError
 
 __all__ = ["Sharding", "choose_sharding", "shard"]

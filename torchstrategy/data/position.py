@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchstrategy.base.log import logger, warn_once
-from torchstrategy.data.data_order import SharedStream, Workers, find_generators, raw_bytes
+from torchstrategy.data.data_order import SharedStream, Workers, find_generators, is_pipeline, raw_bytes
 from torchstrategy.data.numpy import ArrayBatches
-from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [

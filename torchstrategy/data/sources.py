@@ -66,8 +66,14 @@ from torch.utils.data import DataLoader
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.data.batch import Components, LocalBatch, check_splittable, components, signature, split_batch
-from torchstrategy.data.data_order import Workers, check_equal, find_generators, known_length, warn_of_other_values
-from torchstrategy.data.pipeline.kind import is_pipeline
+from torchstrategy.data.data_order import (
+    Workers,
+    check_equal,
+    find_generators,
+    is_pipeline,
+    known_length,
+    warn_of_other_values,
+)
 from torchstrategy.data.position import END, Position, StreamReader, is_resumable
 from torchstrategy.errors import InvalidArgumentError
 

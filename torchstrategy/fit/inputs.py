@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from torchstrategy.base import tree
 from torchstrategy.base.options import InputOptions
-from torchstrategy.data.data_order import known_length, note_small_batch
+from torchstrategy.data.data_order import is_pipeline, known_length, note_small_batch
 from torchstrategy.data.distribute import distribute_dataset, distribute_from_function
 from torchstrategy.data.distributed_dataset import DistributedDataset
 from torchstrategy.data.loader import has_index_batches
 from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.data.own_streams import InputContext
-from torchstrategy.data.pipeline.kind import is_pipeline
 from torchstrategy.data.sources import WholeBatches
 from torchstrategy.fit.arguments import DataArguments, named_arguments, shown_type, validation_arguments
 from torchstrategy.fit.array_data import Arrays, ArraySource, is_array, make_arrays
