@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+from torchstrategy.base.later import explain_absent
 from torchstrategy.base.options import AutoShardPolicy
+from torchstrategy.data.pipeline import regrouping
 from torchstrategy.data.pipeline.dataset import AUTOTUNE, Dataset
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY
 
-__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "SHARD_HINT", "UNKNOWN_CARDINALITY", "AutoShardPolicy", "cardinality"]
+__all__ = [
+    "AUTOTUNE",
+    "INFINITE_CARDINALITY",
+    "SHARD_HINT",
+    "UNKNOWN_CARDINALITY",
+    "AutoShardPolicy",
+    "Counter",
+    "RandomDataset",
+    "cardinality",
+    "scan",
+    "take_while",
+    "unique",
+]
+
+explain_absent(__name__)
+_Args = ParamSpec("_Args")
+
+
+def _for_apply(method: Callable[Concatenate[Any, _Args], Dataset]) -> Callable[_Args, Callable[[Dataset], Dataset]]:
+    """Return what takes a method's arguments and gives a function for ``Dataset.apply``."""
+
+    @functools.wraps(method)
+    def make(*args: _Args.args, **kwargs: _Args.kwargs) -> Callable[[Dataset], Dataset]:
+        return lambda dataset: method(dataset, *args, **kwargs)
+
+    parameters = [*inspect.signature(method).parameters.values()][1:]
+    make.__dict__["__signature__"] = inspect.Signature(parameters)
+    title = f"Return a function for ``Dataset.apply`` that does as ``Dataset.{method.__name__}``."
+    make.__doc__ = f"{title}\n\n    {method.__doc__}"
+    make.__module__ = __name__
+    return make
+
+
+Counter = Dataset.counter
+RandomDataset = Dataset.random
+scan = _for_apply(regrouping.Regrouping.scan)
+take_while = _for_apply(regrouping.Regrouping.take_while)
+unique = _for_apply(regrouping.Regrouping.unique)
 
 
 def cardinality(dataset: Dataset) -> int:

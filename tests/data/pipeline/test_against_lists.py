@@ -85,6 +85,13 @@ RANDOM = {
         None,
     ),
     "repeat": (st.tuples(), lambda d: d.repeat(), None),
+    "random": (
+        st.tuples(st.one_of(st.none(), st.integers(-3, 3)), st.booleans()),
+        lambda d, seed, each: ts.data.Dataset.zip(d, ts.data.Dataset.random(seed, each)).map(
+            lambda e, x: add(e, x % 5)
+        ),
+        None,
+    ),
 }
 
 
@@ -113,6 +120,7 @@ def generated(size):
 
 
 SOURCES = {
+    "counter": lambda size: ts.data.Dataset.counter().take(size),
     "range": lambda size: ts.data.Dataset.range(size),
     "slices": lambda size: ts.data.Dataset.from_tensor_slices(torch.arange(size)),
     "generator": lambda size: ts.data.Dataset.from_generator(generated, args=(size,)),

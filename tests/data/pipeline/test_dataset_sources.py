@@ -290,3 +290,52 @@ def test_a_range_that_does_not_fit_its_dtype():
     assert Dataset.range(128, output_type=torch.int8).batch(128).get_single_element().max() == 127
     with pytest.raises(ts.errors.InvalidArgumentError, match=r"don't fit into torch\.int8"):
         Dataset.range(129, output_type=torch.int8)
+
+
+def plain(dataset):
+    return [element.tolist() for element in dataset]
+
+
+def test_counter_as_in_tf():
+    assert plain(Dataset.counter(10, -2).take(3)) == [10, 8, 6]
+    assert plain(Dataset.counter(5, 0).take(2)) == [5, 5]
+    assert plain(Dataset.counter(0.5, 0.25, dtype=torch.float32).take(2)) == [0.5, 0.75]
+    for wrapped in (Dataset.counter(126, dtype=torch.int8).take(3), Dataset.counter(126, dtype=torch.int8).batch(3)):
+        assert torch.cat([x.reshape(-1) for x in wrapped.take(3)])[:3].tolist() == [126, 127, -128]
+    assert Dataset.counter().cardinality() == ts.data.INFINITE_CARDINALITY
+    shuffled = plain(Dataset.counter().shuffle(5, seed=1).skip(3).take(20))
+    assert len({*shuffled}) == 20
+    with pytest.raises(TypeError, match="integer"):
+        Dataset.counter("a")
+    with pytest.raises(TypeError, match=r"torch\.dtype"):
+        Dataset.counter(dtype=int)
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize("changes", [None, False, True])
+def test_random_as_in_tf(seed, changes):
+    numbers = Dataset.random(seed, changes).take(3)
+    first, second, repeated = plain(numbers), plain(numbers), plain(numbers.repeat(2))
+    assert len({*first, *second, *repeated}) == (12 if changes else 3)
+    assert (first == second == repeated[:3] == repeated[3:]) is not bool(changes)
+    assert numbers.element_spec == ts.data.TensorSpec((), torch.int64)
+
+
+def test_random_numbers_are_of_32_bits_and_evenly_spread():
+    dataset = Dataset.random(seed=1)
+    assert dataset.cardinality() == ts.data.INFINITE_CARDINALITY
+    numbers = next(iter(dataset.batch(4000))).double() / 2**32
+    assert 0 <= numbers.min() < 0.01 < 0.99 < numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.03
+    assert plain(Dataset.random(1).skip(7).take(2)) == plain(Dataset.random(1).take(9))[7:]
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        Dataset.random("a")
+
+
+def test_experimental_names():
+    experimental = ts.data.experimental
+    assert plain(experimental.Counter(2).take(2)) == [2, 3]
+    assert plain(experimental.RandomDataset(seed=1).take(2)) == plain(Dataset.random(1).take(2))
+    small = Dataset.from_tensor_slices([1, 1, 2, 9]).apply(experimental.take_while(lambda x: x < 9))
+    assert plain(small.apply(experimental.unique())) == [1, 2]
+    assert plain(small.apply(experimental.scan(0, lambda total, x: (total + x, total + x)))) == [1, 2, 4]

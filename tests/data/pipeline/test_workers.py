@@ -29,6 +29,7 @@ DATASETS = {
         Dataset.range(23).repeat(2).unique().scan(0, as_it_was).take_while(torch.is_tensor),
         range(23),
     ),
+    "counter": (Dataset.counter().take(23), range(23)),
     "positions": (Dataset.range(23).shuffle(5).map(plus_zero), range(23)),
     "generator": (Dataset.from_generator(numbers_of, args=("0",)).shuffle(5, seed=1), range(10)),
     "many files": (Dataset.from_files(["0", "1", "2"], numbers_of).shuffle(7), range(30)),

@@ -48,27 +48,30 @@ RAW = _RawAccess()
 
 
 class Progression:
-    """The numbers of a ``range``.
+    """Equally spaced numbers, of a ``range`` or a ``counter``.
 
     Args:
-        values: the numbers.
-        dtype: of the tensors.
+        start: the first one.
+        step: what is added to each.
+        dtype: of the tensors; integers that do not fit wrap around.
     """
 
     by_position = True
     num_parallel_calls = 0
 
-    def __init__(self, values: range, dtype: torch.dtype) -> None:
-        self._values = values
+    def __init__(self, start: float, step: float, dtype: torch.dtype) -> None:
+        self._start = start
+        self._step = step
         self._dtype = dtype
+        self._exact = torch.float64 if isinstance(start, float) or isinstance(step, float) else torch.int64
 
     def get(self, position: int) -> Tensor:
         """Return one number."""
-        return torch.tensor(self._values[position], dtype=self._dtype, device="cpu")
+        return torch.tensor(self._start + position * self._step, dtype=self._exact, device="cpu").to(self._dtype)
 
     def gather(self, positions: Sequence[int], first_number: int) -> Tensor:  # noqa: ARG002 - all are alike
         """Return several numbers."""
-        values = torch.tensor(positions, dtype=torch.int64, device="cpu") * self._values.step + self._values.start
+        values = torch.tensor(positions, dtype=self._exact, device="cpu") * self._step + self._start
         return values.to(self._dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -10,20 +10,20 @@ import torch
 from typing_extensions import Self, override
 
 from torchstrategy.base.later import explains_absent
-from torchstrategy.data.pipeline import dataset_sources, ops
+from torchstrategy.data.pipeline import dataset_sources
 from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable
-from torchstrategy.data.pipeline.elements import map_leaves, to_element
+from torchstrategy.data.pipeline.elements import map_leaves
 from torchstrategy.data.pipeline.nested import ZipOp
 from torchstrategy.data.pipeline.op import Op
+from torchstrategy.data.pipeline.regrouping import Regrouping
 from torchstrategy.data.pipeline.transformations import Transformations
 from torchstrategy.data.readers.formats import text_lines
-from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["AUTOTUNE", "Dataset", "TextLineDataset"]
 
 
 @explains_absent("data.Dataset")
-class Dataset(Transformations):
+class Dataset(Regrouping, Transformations):
     """A pipeline of data under the names of ``tf.data.Dataset``.
 
     A dataset is made by one of the class methods ``from_tensor_slices``, ``from_tensors``, ``range``,
@@ -110,6 +110,46 @@ class Dataset(Transformations):
         return Dataset._of(dataset_sources.progression(args, output_type))
 
     @staticmethod
+    def counter(start: float = 0, step: float = 1, dtype: torch.dtype = torch.int64) -> Dataset:
+        """Make a dataset that counts for ever.
+
+        Args:
+            start: the first number.
+            step: what is added to each.
+            dtype: of the elements; integers that do not fit begin anew from the other end, as in tf.
+
+        Raises:
+            TypeError: ``start`` or ``step`` is no number, or ``dtype`` no dtype.
+
+        Example:
+            >>> list(ts.data.Dataset.counter(start=10, step=-2).take(3))
+            [tensor(10), tensor(8), tensor(6)]
+        """
+        return Dataset._of(dataset_sources.counter(start, step, dtype))
+
+    @staticmethod
+    def random(
+        seed: int | None = None,
+        rerandomize_each_iteration: bool | None = None,  # noqa: FBT001 - tf's signature
+    ) -> Dataset:
+        """Make an endless dataset of random integers, ``int64`` from 0 to ``2**32 - 1``.
+
+        Args:
+            seed: decides the numbers. ``None`` takes one from torch's random stream when the first element is read.
+            rerandomize_each_iteration: other numbers in each iteration and in each repetition by ``repeat``; ``None``
+                means no.
+
+        Raises:
+            TypeError: ``seed`` is no integer.
+
+        Example:
+            >>> numbers = ts.data.Dataset.random(seed=4).take(2)
+            >>> list(numbers) == list(numbers)
+            True
+        """
+        return Dataset._of(dataset_sources.random_numbers(seed, rerandomize_each_iteration))
+
+    @staticmethod
     def from_generator(
         generator: Callable[..., Any], *, args: Sequence[Any] = (), output_signature: Any = None
     ) -> Dataset:
@@ -190,7 +230,7 @@ class Dataset(Transformations):
         """
         op = dataset_sources.matching_files(file_pattern)
         names = Dataset._of(op)
-        return names if shuffle is False else names.shuffle(op.size, seed)
+        return names if shuffle is False else names.shuffle(len(names), seed)
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None) -> Dataset:
@@ -242,104 +282,6 @@ class Dataset(Transformations):
         if not isinstance(result, Dataset):
             raise TypeError(f"The function of apply() must return a ts.data.Dataset. Received: {result!r}")
         return result
-
-    def take_while(self, predicate: Callable[..., Any]) -> Self:
-        """Keep the elements before the first one for which a function is false.
-
-        Args:
-            predicate: takes an element, a plain tuple unpacked into arguments, and returns one truth value.
-
-        Raises:
-            TypeError: ``predicate`` is no function; while iterating: it returned something else, such as ``None``.
-
-        Example:
-            >>> list(ts.data.Dataset.range(10).take_while(lambda x: x < 2))
-            [tensor(0), tensor(1)]
-        """
-        return self._with(ops.TakeWhileOp((self._op,), check_callable("predicate", predicate)))
-
-    def scan(self, initial_state: Any, scan_func: Callable[[Any, Any], Any]) -> Self:
-        """Apply a function that passes a state on from element to element.
-
-        The state is part of ``state_dict()``; keep it small.
-
-        Args:
-            initial_state: the state before the first element; numbers, arrays and lists in it become tensors.
-            scan_func: takes the state and an element, and returns the new state and what becomes an element.
-
-        Raises:
-            TypeError: ``scan_func`` is no function; while iterating: it returned no pair, or a state of another
-                structure or dtype.
-
-        Example:
-            >>> list(ts.data.Dataset.range(4).scan(0, lambda total, x: (total + x, total + x)))
-            [tensor(0), tensor(1), tensor(3), tensor(6)]
-        """
-        return self._with(ops.ScanOp((self._op,), to_element(initial_state), check_callable("scan_func", scan_func)))
-
-    def unique(self) -> Self:
-        """Keep the first of equal elements.
-
-        All different elements are kept in memory. Resuming reads what comes before again, from its beginning.
-
-        Raises:
-            TypeError: while iterating: an element is neither one tensor of integers nor a string.
-
-        Example:
-            >>> list(ts.data.Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique())
-            [tensor(1), tensor(37), tensor(2)]
-        """
-        return self._with(ops.UniqueOp((self._op,)))
-
-    def as_numpy_iterator(self) -> Iterator[Any]:
-        """Iterate over the elements with numpy arrays and numbers in place of tensors.
-
-        Example:
-            >>> [int(number) for number in ts.data.Dataset.range(3).as_numpy_iterator()]
-            [0, 1, 2]
-        """
-        for element in self:
-            yield map_leaves(lambda leaf: leaf.numpy()[()] if isinstance(leaf, torch.Tensor) else leaf, element)
-
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Combine all elements into one value.
-
-        Args:
-            initial_state: the value before the first element.
-            reduce_func: takes the value so far and an element, and returns the new value.
-
-        Returns:
-            The last value.
-
-        Raises:
-            TypeError: ``reduce_func`` is no function.
-
-        Example:
-            >>> ts.data.Dataset.range(5).reduce(0, lambda total, number: total + number)
-            tensor(10)
-        """
-        check_callable("reduce_func", reduce_func)
-        value = to_element(initial_state)
-        for element in self:
-            value = to_element(reduce_func(value, element))
-        return value
-
-    def get_single_element(self) -> Any:
-        """Return the only element.
-
-        Raises:
-            InvalidArgumentError: there are none or several.
-
-        Example:
-            >>> ts.data.Dataset.range(3).batch(3).get_single_element()
-            tensor([0, 1, 2])
-        """
-        elements = list(self.take(2))
-        if len(elements) != 1:
-            raise InvalidArgumentError(
-                f"Expected one element, but the dataset has {['none', 'several'][len(elements) // 2]}."
-            )
-        return elements[0]
 
 
 class TextLineDataset(Dataset):

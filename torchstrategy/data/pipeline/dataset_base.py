@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
 from torchstrategy.data.batch import TensorSpec
-from torchstrategy.data.pipeline.dataset_options import Options, check_shard
-from torchstrategy.data.pipeline.elements import map_leaves
+from torchstrategy.data.pipeline.dataset_options import Options, check_callable, check_shard
+from torchstrategy.data.pipeline.elements import map_leaves, to_element
 from torchstrategy.data.pipeline.iteration import (
     Iterations,
     PipelineIterator,
@@ -119,6 +121,56 @@ class Pipeline(IterableDataset[Any]):
             True
         """
         return self._op.cardinality()
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Iterate over the elements with numpy arrays and numbers in place of tensors.
+
+        Example:
+            >>> [int(number) for number in ts.data.Dataset.range(3).as_numpy_iterator()]
+            [0, 1, 2]
+        """
+        for element in self:
+            yield map_leaves(lambda leaf: leaf.numpy()[()] if isinstance(leaf, Tensor) else leaf, element)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Combine all elements into one value.
+
+        Args:
+            initial_state: the value before the first element.
+            reduce_func: takes the value so far and an element, and returns the new value.
+
+        Returns:
+            The last value.
+
+        Raises:
+            TypeError: ``reduce_func`` is no function.
+
+        Example:
+            >>> ts.data.Dataset.range(5).reduce(0, lambda total, number: total + number)
+            tensor(10)
+        """
+        check_callable("reduce_func", reduce_func)
+        value = to_element(initial_state)
+        for element in self:
+            value = to_element(reduce_func(value, element))
+        return value
+
+    def get_single_element(self) -> Any:
+        """Return the only element.
+
+        Raises:
+            InvalidArgumentError: there are none or several.
+
+        Example:
+            >>> ts.data.Dataset.range(3).batch(3).get_single_element()
+            tensor([0, 1, 2])
+        """
+        elements = list(islice(self, 2))
+        if len(elements) != 1:
+            raise InvalidArgumentError(
+                f"Expected one element, but the dataset has {['none', 'several'][len(elements) // 2]}."
+            )
+        return elements[0]
 
     def options(self) -> Options:
         """Return the options that were set by ``with_options``.

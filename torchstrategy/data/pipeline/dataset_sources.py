@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,30 +21,43 @@ from torchstrategy.data.pipeline.dataset_options import check_callable, check_in
 from torchstrategy.data.pipeline.elements import describe, parts, rebuild, to_element, to_raw
 from torchstrategy.data.pipeline.nested import Files, Generate
 from torchstrategy.data.pipeline.nodes import Positions
-from torchstrategy.data.pipeline.op import UNKNOWN_CARDINALITY, Op, Stream
+from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Op, RandomOp, Stream
+from torchstrategy.data.pipeline.randomness import Draws, random_key
+from torchstrategy.data.pipeline.shuffle import RandomNumbers
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["files_source", "generator_source", "matching_files", "one_element", "progression", "slices"]
+__all__ = [
+    "counter",
+    "files_source",
+    "generator_source",
+    "matching_files",
+    "one_element",
+    "progression",
+    "random_numbers",
+    "slices",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class PositionsOp(Op):
-    """A source with random access; ``files`` if its elements are the names of files."""
-
-    form: ClassVar[str] = "{0.name}({0.size})"
+    """A source with random access; ``files`` if its elements are the names of files, no ``size`` if it is endless."""
 
     access: Access
-    size: int
+    size: int | None
     name: str
     files: tuple[str, ...] | None = None
 
     @override
     def build(self, streams: list[Stream]) -> Stream:
-        return Stream(Positions(self.size), self.access)
+        return Stream(Positions(sys.maxsize if self.size is None else self.size), self.access)
 
     @override
     def cardinality(self) -> int:
-        return self.size
+        return INFINITE_CARDINALITY if self.size is None else self.size
+
+    @override
+    def label(self) -> str:
+        return f"{self.name}({'' if self.size is None else self.size})"
 
     @override
     def source_files(self) -> tuple[Any, ...] | None:
@@ -52,6 +66,28 @@ class PositionsOp(Op):
     @override
     def with_part_of_files(self, num_shards: int, index: int) -> Op:
         return self if self.files is None else file_names(self.files[index::num_shards])
+
+
+@dataclass(frozen=True, eq=False)
+class RandomNumbersOp(RandomOp):
+    """A source of random numbers."""
+
+    form: ClassVar[str] = "random()"
+
+    seed: int | None
+    rerandomizes: bool
+
+    @override
+    def make(self, keys: Iterator[list[int]]) -> Stream:
+        return Stream(RandomNumbers(next(keys), rerandomizes=self.rerandomizes), RAW)
+
+    @override
+    def draw_key(self, draws: Draws) -> list[int]:
+        return random_key(draws, self.memory, self.seed, changes=self.rerandomizes)
+
+    @override
+    def cardinality(self) -> int:
+        return INFINITE_CARDINALITY
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +159,20 @@ def progression(arguments: Sequence[Any], dtype: torch.dtype) -> PositionsOp:
         limits = torch.iinfo(dtype)
         if any(not limits.min <= value <= limits.max for value in (*values[:1], *values[-1:])):
             raise InvalidArgumentError(f"Numbers from {values[0]} to {values[-1]} don't fit into {dtype}.")
-    return PositionsOp((), Progression(values, dtype), len(values), "range")
+    return PositionsOp((), Progression(values.start, values.step, dtype), len(values), "range")
+
+
+def counter(start: Any, step: Any, dtype: torch.dtype) -> PositionsOp:
+    """Return the source of ``counter``."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype. Received: {dtype!r}")
+    first, distance = (x if isinstance(x, float) else check_int("start or step", x) for x in (start, step))
+    return PositionsOp((), Progression(first, distance, dtype), None, "counter")
+
+
+def random_numbers(seed: Any, rerandomizes: Any) -> RandomNumbersOp:
+    """Return the source of ``random``."""
+    return RandomNumbersOp((), None if seed is None else check_int("seed", seed), bool(rerandomizes))
 
 
 def files_source(files: Any, reader: Any) -> FilesOp:
@@ -163,7 +212,7 @@ def generator_source(generator: Any, args: Sequence[Any], output_signature: Any)
 
 def file_names(files: Sequence[str]) -> PositionsOp:
     """Return a source of the names of files; perhaps of none, where there are more shards than files."""
-    access: Access = Columns(list(files)) if files else Progression(range(0), torch.int64)
+    access: Access = Columns(list(files)) if files else Progression(0, 1, torch.int64)
     return PositionsOp((), access, len(files), "list_files", tuple(files))
 
 

@@ -21,7 +21,7 @@ from torchstrategy.data.pipeline.element_nodes import CacheMemory
 from torchstrategy.data.pipeline.elements import call_noted, to_element
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, SHARD_HINT, Node, Op, RandomOp, Stream
 from torchstrategy.data.pipeline.parallel import ParallelMap, Prefetch
-from torchstrategy.data.pipeline.randomness import Draws
+from torchstrategy.data.pipeline.randomness import Draws, random_key
 from torchstrategy.data.pipeline.shuffle import Shuffle, ShuffleElements
 
 __all__ = [
@@ -186,10 +186,7 @@ class ShuffleOp(RandomOp):
 
     @override
     def draw_key(self, draws: Draws) -> list[int]:
-        iteration = draws.iteration(self.memory)
-        if self.seed is None:
-            return [draws.seed() if self.reshuffles else draws.fixed_seed(self.memory)]
-        return [self.seed, *iteration] if self.reshuffles else [self.seed]
+        return random_key(draws, self.memory, self.seed, changes=self.reshuffles)
 
 
 @dataclass(frozen=True, eq=False)

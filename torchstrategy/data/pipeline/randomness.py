@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-__all__ = ["Draws", "KeyedDraws", "Memory", "WorkerDraws", "mix"]
+__all__ = ["Draws", "KeyedDraws", "Memory", "WorkerDraws", "mix", "random_key", "random_stream"]
 
 _MASK = (1 << 64) - 1
 
@@ -116,8 +116,8 @@ class WorkerDraws(KeyedDraws):
         """
         if memory.base is None:
             raise ValueError(
-                "shuffle(reshuffle_each_iteration=False) needs a seed in the worker processes of a DataLoader, because "
-                "they can't remember an order from one epoch to the next."
+                "shuffle(reshuffle_each_iteration=False), random() or sample_from_datasets() needs a seed in the "
+                "worker processes of a DataLoader, because they can't remember an order from one epoch to the next."
             )
         return memory.base
 
@@ -133,3 +133,16 @@ def mix(values: Sequence[int]) -> int:
     """Return one integer of 63 bits that depends on all of some integers."""
     sequence = np.random.SeedSequence([value & _MASK for value in values])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def random_key(draws: Draws, memory: Memory, seed: int | None, *, changes: bool) -> list[int]:
+    """Return the key of an operation with an argument ``seed``, another one in each iteration if it ``changes``."""
+    iteration = draws.iteration(memory)
+    if seed is None:
+        return [draws.seed() if changes else draws.fixed_seed(memory)]
+    return [seed, *iteration] if changes else [seed]
+
+
+def random_stream(key: Sequence[int], repetition: int, num_drawn: int) -> np.random.Generator:
+    """Return the random numbers of a key and a repetition, of which some have been drawn."""
+    return np.random.Generator(np.random.PCG64(mix([*key, repetition])).advance(num_drawn))

@@ -15,12 +15,43 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.data.pipeline.op import Node, State
-from torchstrategy.data.pipeline.randomness import mix
+from torchstrategy.data.pipeline.randomness import random_stream
 
-__all__ = ["Shuffle", "ShuffleElements"]
+__all__ = ["RandomNumbers", "Shuffle", "ShuffleElements"]
 
 _MIN_ANCHOR_INTERVAL = 1024
 _MIN_MARK_INTERVAL = 64
+
+
+class RandomNumbers(Node):
+    """Random integers of 32 bits, without an end.
+
+    Args:
+        key: decides them.
+        rerandomizes: each repetition has others.
+    """
+
+    def __init__(self, key: Sequence[int], *, rerandomizes: bool) -> None:
+        self._key = key
+        self._rerandomizes = rerandomizes
+        self._repetition = -1
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._repetition = self._repetition + 1 if state is None else state["repetition"]
+        self._num_drawn = 0 if state is None else state["num_drawn"]
+        repetition = self._repetition if self._rerandomizes else 0
+        self._bits = random_stream(self._key, repetition, self._num_drawn).bit_generator
+
+    @override
+    def read(self, count: int) -> list[Any]:
+        self._num_drawn += count
+        numbers: list[Any] = [number >> 32 for number in self._bits.random_raw(count).tolist()]
+        return numbers
+
+    @override
+    def get_state(self) -> State:
+        return {"repetition": self._repetition, "num_drawn": self._num_drawn}
 
 
 class Shuffle(Node):
@@ -99,8 +130,7 @@ class Shuffle(Node):
         return self._buffer + self._carry if self._order is None else list(self._order[self._num_drawn :].tolist())
 
     def _make_rng(self, num_drawn: int) -> np.random.Generator:
-        seed = mix([*self._key, self._repetition if self._reshuffles else 0])
-        return np.random.Generator(np.random.PCG64(seed).advance(num_drawn))
+        return random_stream(self._key, self._repetition if self._reshuffles else 0, num_drawn)
 
     def _fill(self) -> None:
         # One more than fits tells whether all items fit, which makes the order a plain permutation.

@@ -1,0 +1,67 @@
+"""The methods of ``ts.data.Dataset`` in which an element depends on others, or on which ones came before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import Self
+
+from torchstrategy.data.pipeline import ops
+from torchstrategy.data.pipeline.dataset_base import Pipeline
+from torchstrategy.data.pipeline.dataset_options import check_callable
+from torchstrategy.data.pipeline.elements import to_element
+
+__all__ = ["Regrouping"]
+
+
+class Regrouping(Pipeline):
+    """A dataset with more fluent methods; each returns a new dataset."""
+
+    def take_while(self, predicate: Callable[..., Any]) -> Self:
+        """Keep the elements before the first one for which a function is false.
+
+        Args:
+            predicate: takes an element, a plain tuple unpacked into arguments, and returns one truth value.
+
+        Raises:
+            TypeError: ``predicate`` is no function; while iterating: it returned something else, such as ``None``.
+
+        Example:
+            >>> list(ts.data.Dataset.range(10).take_while(lambda x: x < 2))
+            [tensor(0), tensor(1)]
+        """
+        return self._with(ops.TakeWhileOp((self._op,), check_callable("predicate", predicate)))
+
+    def scan(self, initial_state: Any, scan_func: Callable[[Any, Any], Any]) -> Self:
+        """Apply a function that passes a state on from element to element.
+
+        The state is part of ``state_dict()``; keep it small.
+
+        Args:
+            initial_state: the state before the first element; numbers, arrays and lists in it become tensors.
+            scan_func: takes the state and an element, and returns the new state and what becomes an element.
+
+        Raises:
+            TypeError: ``scan_func`` is no function; while iterating: it returned no pair, or a state of another
+                structure or dtype.
+
+        Example:
+            >>> list(ts.data.Dataset.range(4).scan(0, lambda total, x: (total + x, total + x)))
+            [tensor(0), tensor(1), tensor(3), tensor(6)]
+        """
+        return self._with(ops.ScanOp((self._op,), to_element(initial_state), check_callable("scan_func", scan_func)))
+
+    def unique(self) -> Self:
+        """Keep the first of equal elements.
+
+        All different elements are kept in memory. Resuming reads what comes before again, from its beginning.
+
+        Raises:
+            TypeError: while iterating: an element is neither one tensor of integers nor a string.
+
+        Example:
+            >>> list(ts.data.Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique())
+            [tensor(1), tensor(37), tensor(2)]
+        """
+        return self._with(ops.UniqueOp((self._op,)))
