@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from torchstrategy.base.later import explain_absent
@@ -22,6 +22,8 @@ __all__ = [
     "Counter",
     "RandomDataset",
     "cardinality",
+    "choose_from_datasets",
+    "sample_from_datasets",
     "scan",
     "take_while",
     "unique",
@@ -50,6 +52,7 @@ Counter = Dataset.counter
 RandomDataset = Dataset.random
 scan = _for_apply(regrouping.Regrouping.scan)
 take_while = _for_apply(regrouping.Regrouping.take_while)
+sample_from_datasets = Dataset.sample_from_datasets
 unique = _for_apply(regrouping.Regrouping.unique)
 
 
@@ -72,3 +75,24 @@ def cardinality(dataset: Dataset) -> int:
     if not isinstance(dataset, Dataset):
         raise TypeError(f"cardinality() takes a ts.data.Dataset. Received: {dataset!r}")
     return dataset.cardinality()
+
+
+def choose_from_datasets(
+    datasets: Sequence[Dataset],
+    choice_dataset: Dataset,
+    stop_on_empty_dataset: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+) -> Dataset:
+    """Return ``Dataset.choose_from_datasets(...)``, which ends by default when all datasets have ended.
+
+    Args:
+        datasets: what is chosen from.
+        choice_dataset: its elements are the numbers of datasets, integers from 0.
+        stop_on_empty_dataset: end when a dataset is chosen that has no more elements; otherwise pass over it.
+
+    Example:
+        >>> datasets = [ts.data.Dataset.range(1), ts.data.Dataset.range(7, 9)]
+        >>> choices = ts.data.Dataset.from_tensor_slices([0, 1, 0, 1])
+        >>> [int(number) for number in ts.data.experimental.choose_from_datasets(datasets, choices)]
+        [0, 7, 8]
+    """
+    return Dataset.choose_from_datasets(datasets, choice_dataset, stop_on_empty_dataset)

@@ -38,6 +38,19 @@ def shifted(*parts):
     return ts.data.Dataset.from_tensors(parts[0] if len(parts) == 1 else parts).repeat(2)
 
 
+def itself(window):
+    return window
+
+
+def parity(number):
+    return number % 2
+
+
+def windows(elements, size, shift, stride, drop):
+    found = [elements[i : i + (size - 1) * stride + 1 : stride] for i in range(0, len(elements), shift)]
+    return [window for window in found if len(window) == size or not drop]
+
+
 # Each operation: how a dataset does it, and how a list does it. Elements of lists are ints, lists of them for batches.
 EXACT = {
     "map": (st.tuples(), lambda d: d.map(plus_one), lambda x: [add(e, 1) for e in x]),
@@ -71,6 +84,16 @@ EXACT = {
         lambda d, n, drop: d.batch(n, drop).unbatch(),
         lambda x, n, drop: x[: len(x) // n * n] if drop else x,
     ),
+    "window": (
+        st.tuples(positive, positive, positive, st.booleans()),
+        lambda d, *args: d.window(*args).flat_map(itself),
+        lambda x, *args: [e for window in windows(x, *args) for e in window],
+    ),
+    "choose": (
+        st.tuples(),
+        lambda d: ts.data.Dataset.choose_from_datasets([d, d.take(2)], ts.data.Dataset.counter().map(parity), False),
+        lambda x: [e for i, first in enumerate(x) for e in [first, *x[i : i + 1][: i < 2]]],
+    ),
     "zip": (st.tuples(), lambda d: ts.data.Dataset.zip(d, d.skip(1)).map(first), lambda x: x[: max(0, len(x) - 1)]),
 }
 RANDOM = {
@@ -85,6 +108,11 @@ RANDOM = {
         None,
     ),
     "repeat": (st.tuples(), lambda d: d.repeat(), None),
+    "sample": (
+        st.tuples(st.one_of(st.none(), st.integers(-3, 3)), st.booleans(), st.booleans()),
+        lambda d, *args: ts.data.Dataset.sample_from_datasets([d, d.map(plus_one)], [1, 2], *args),
+        None,
+    ),
     "random": (
         st.tuples(st.one_of(st.none(), st.integers(-3, 3)), st.booleans()),
         lambda d, seed, each: ts.data.Dataset.zip(d, ts.data.Dataset.random(seed, each)).map(

@@ -27,8 +27,14 @@ def as_it_was(count, x):
     return count + 1, x
 
 
+def itself(window):
+    return window
+
+
 def looks_back():
-    return Dataset.range(50).shuffle(50, seed=2).repeat(2).filter(is_below_40).unique().scan(0, as_it_was)
+    parts = [Dataset.range(25).window(4).flat_map(itself), Dataset.range(25, 50)]
+    mixed = Dataset.sample_from_datasets(parts, [1, 2], seed=4)
+    return mixed.shuffle(50, seed=2).repeat(2).filter(is_below_40).unique().scan(0, as_it_was)
 
 
 def make(kind):

@@ -24,12 +24,18 @@ def as_it_was(count, x):
     return count + 1, x
 
 
+def itself(window):
+    return window
+
+
 DATASETS = {
     "earlier elements": (
         Dataset.range(23).repeat(2).unique().scan(0, as_it_was).take_while(torch.is_tensor),
         range(23),
     ),
     "counter": (Dataset.counter().take(23), range(23)),
+    "windows": (Dataset.range(23).window(5).flat_map(itself), range(23)),
+    "several": (Dataset.sample_from_datasets([Dataset.range(9), Dataset.range(9, 23)], seed=2), range(23)),
     "positions": (Dataset.range(23).shuffle(5).map(plus_zero), range(23)),
     "generator": (Dataset.from_generator(numbers_of, args=("0",)).shuffle(5, seed=1), range(10)),
     "many files": (Dataset.from_files(["0", "1", "2"], numbers_of).shuffle(7), range(30)),

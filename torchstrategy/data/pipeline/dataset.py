@@ -11,13 +11,15 @@ from typing_extensions import Self, override
 
 from torchstrategy.base.later import explains_absent
 from torchstrategy.data.pipeline import dataset_sources
-from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable
+from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable, check_weights
 from torchstrategy.data.pipeline.elements import map_leaves
-from torchstrategy.data.pipeline.nested import ZipOp
+from torchstrategy.data.pipeline.nested import SelectOp, ZipOp
 from torchstrategy.data.pipeline.op import Op
+from torchstrategy.data.pipeline.randomness import Weighted
 from torchstrategy.data.pipeline.regrouping import Regrouping
 from torchstrategy.data.pipeline.transformations import Transformations
 from torchstrategy.data.readers.formats import text_lines
+from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["AUTOTUNE", "Dataset", "TextLineDataset"]
 
@@ -51,6 +53,15 @@ class Dataset(Regrouping, Transformations):
         result = Dataset.__new__(Dataset)
         Transformations.__init__(result, op, options)
         return result
+
+    @staticmethod
+    def _of_several(datasets: Sequence[Dataset], make: Callable[[tuple[Op, ...]], Op]) -> Dataset:
+        options = reduce(Options.merge, [dataset._options for dataset in datasets])
+        return datasets[0]._with(make(tuple(dataset._op for dataset in datasets)), options)
+
+    @staticmethod
+    def _of_elements(elements: Sequence[Any]) -> Dataset:
+        return Dataset._of(dataset_sources.kept_elements(elements))
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
@@ -262,8 +273,73 @@ class Dataset(Regrouping, Transformations):
         numbers = map_leaves(number, structure)
         if not found:
             raise TypeError("zip() needs at least one dataset.")
-        options = reduce(Options.merge, [dataset._options for dataset in found])
-        return found[0]._with(ZipOp(tuple(dataset._op for dataset in found), numbers), options)
+        return Dataset._of_several(found, lambda inputs: ZipOp(inputs, numbers))
+
+    @staticmethod
+    def sample_from_datasets(
+        datasets: Sequence[Dataset],
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+        rerandomize_each_iteration: bool | None = None,  # noqa: FBT001 - tf's signature
+    ) -> Dataset:
+        """Make a dataset whose elements come from several datasets at random.
+
+        Args:
+            datasets: what is drawn from.
+            weights: one number for each dataset, how often it is drawn relative to the others; ``None`` means equally
+                often.
+            seed: decides what is drawn. ``None`` takes one from torch's random stream when the first element is read.
+            stop_on_empty_dataset: end when a dataset is drawn that has no more elements; otherwise draw from the rest.
+            rerandomize_each_iteration: draw anew in each iteration and repetition; ``None`` means no.
+
+        Raises:
+            TypeError: there is something else than datasets.
+            InvalidArgumentError: there are none, or the weights are not one number of at least 0 for each, not all 0.
+
+        Example:
+            >>> zeros, ones = ts.data.Dataset.counter(0, 0), ts.data.Dataset.counter(1, 0)
+            >>> mixed = ts.data.Dataset.sample_from_datasets([zeros, ones], weights=[0.1, 0.9], seed=1)
+            >>> int(sum(mixed.take(1000))) > 850
+            True
+        """
+        if not datasets:
+            raise InvalidArgumentError("datasets must not be empty.")
+        weights = check_weights("weights", [1.0] * len(datasets) if weights is None else weights, len(datasets))
+        drawn = [dataset for dataset, weight in zip(datasets, weights, strict=True) if weight]
+        numbers = Dataset.random(seed, rerandomize_each_iteration).map(Weighted([w for w in weights if w]))
+        return Dataset.choose_from_datasets(drawn, numbers, stop_on_empty_dataset)
+
+    @staticmethod
+    def choose_from_datasets(
+        datasets: Sequence[Dataset],
+        choice_dataset: Dataset,
+        stop_on_empty_dataset: bool = True,  # noqa: FBT001, FBT002 - tf's signature
+    ) -> Dataset:
+        """Make a dataset whose elements come from several datasets, as another dataset chooses.
+
+        Args:
+            datasets: what is chosen from.
+            choice_dataset: its elements are the numbers of datasets, integers from 0; ends this one with it.
+            stop_on_empty_dataset: end when a dataset is chosen that has no more elements; otherwise pass over it.
+
+        Raises:
+            TypeError: there is something else than datasets.
+            InvalidArgumentError: there are none; while iterating: a choice is not the number of a dataset.
+
+        Example:
+            >>> a, b = ts.data.Dataset.range(3), ts.data.Dataset.range(10, 13)
+            >>> choices = ts.data.Dataset.from_tensor_slices([0, 1, 1])
+            >>> [int(number) for number in ts.data.Dataset.choose_from_datasets([a, b], choices)]
+            [0, 10, 11]
+        """
+        found = [*datasets, choice_dataset]
+        if len(found) == 1:
+            raise InvalidArgumentError("datasets must not be empty.")
+        for dataset in found:
+            if not isinstance(dataset, Dataset):
+                raise TypeError(f"datasets and choice_dataset must be ts.data.Datasets. Received: {dataset!r}")
+        return Dataset._of_several(found, lambda inputs: SelectOp(inputs, bool(stop_on_empty_dataset)))
 
     def apply(self, transformation_func: Callable[[Dataset], Any]) -> Any:
         """Return what a function makes of this dataset.

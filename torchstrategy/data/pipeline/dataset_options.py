@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from torchstrategy.base.options import AutoShardPolicy
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["AUTOTUNE", "DistributeOptions", "Options", "check_callable", "check_int", "check_shard", "parallel_calls"]
+__all__ = [
+    "AUTOTUNE",
+    "DistributeOptions",
+    "Options",
+    "check_callable",
+    "check_int",
+    "check_shard",
+    "check_weights",
+    "parallel_calls",
+]
 
 AUTOTUNE = -1
 _AUTOTUNED_CALLS = 4
@@ -58,6 +69,23 @@ def check_shard(num_shards: int, index: int) -> None:
     number = check_int("num_shards", num_shards, 1)
     if not 0 <= check_int("index", index) < number:
         raise InvalidArgumentError(f"index must be in [0, num_shards) = [0, {number}). Received: {index}")
+
+
+def check_weights(name: str, value: Any, count: int | None = None) -> list[float]:
+    """Return numbers of at least 0, not all 0.
+
+    Raises:
+        TypeError: it is no list of numbers.
+        InvalidArgumentError: there are not ``count`` numbers, or one is negative, or none is positive.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, IterableDataset):
+        raise TypeError(f"{name} must be a list of numbers. Received: {value!r}")
+    numbers = [float(number) for number in value]
+    if len(numbers) != (len(numbers) if count is None else count):
+        raise InvalidArgumentError(f"{name} must have {count} numbers. Received: {numbers}")
+    if not numbers or not all(0 <= number < math.inf for number in numbers) or not sum(numbers):
+        raise InvalidArgumentError(f"{name} must be numbers of at least 0, not all 0. Received: {numbers}")
+    return numbers
 
 
 def parallel_calls(value: Any) -> int:

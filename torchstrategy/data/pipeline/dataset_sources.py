@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.data.batch import TensorSpec
-from torchstrategy.data.pipeline.access import RAW, Access, Columns, Progression
+from torchstrategy.data.pipeline.access import RAW, Access, CachedAccess, Columns, Progression
 from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
 from torchstrategy.data.pipeline.elements import describe, parts, rebuild, to_element, to_raw
 from torchstrategy.data.pipeline.nested import Files, Generate
@@ -30,6 +30,7 @@ __all__ = [
     "counter",
     "files_source",
     "generator_source",
+    "kept_elements",
     "matching_files",
     "one_element",
     "progression",
@@ -173,6 +174,11 @@ def counter(start: Any, step: Any, dtype: torch.dtype) -> PositionsOp:
 def random_numbers(seed: Any, rerandomizes: Any) -> RandomNumbersOp:
     """Return the source of ``random``."""
     return RandomNumbersOp((), None if seed is None else check_int("seed", seed), bool(rerandomizes))
+
+
+def kept_elements(elements: Sequence[Any]) -> PositionsOp:
+    """Return a source of elements that are in memory."""
+    return PositionsOp((), CachedAccess(RAW, dict(enumerate(elements))), len(elements), "window")
 
 
 def files_source(files: Any, reader: Any) -> FilesOp:

@@ -17,7 +17,7 @@ from torchstrategy.data.pipeline.ops import elements_of
 from torchstrategy.data.pipeline.randomness import Draws, KeyedDraws
 from torchstrategy.data.readers.reading import read_from
 
-__all__ = ["ConcatenateOp", "Files", "Generate", "InterleaveOp", "ZipOp"]
+__all__ = ["ConcatenateOp", "Files", "Generate", "InterleaveOp", "SelectOp", "WindowOp", "ZipOp"]
 
 
 class Interleave(Node):
@@ -247,6 +247,62 @@ class ZipOp(Op):
     @override
     def label(self) -> str:
         return f"zip({', '.join(map(Op.describe, self.inputs))})"
+
+
+@dataclass(frozen=True, eq=False)
+class SelectOp(Op):
+    """``choose_from_datasets``; the last input chooses."""
+
+    stops_early: bool
+
+    splits_by_file: ClassVar[bool] = False
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        *sources, choices = map(elements_of, streams)
+        return Stream(nodes.Select(choices, sources, stops_early=self.stops_early))
+
+    @override
+    def cardinality(self) -> int:
+        *numbers, choices = (op.cardinality() for op in self.inputs)
+        is_endless = choices == INFINITE_CARDINALITY in numbers and not self.stops_early
+        return INFINITE_CARDINALITY if is_endless else UNKNOWN_CARDINALITY
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        sizes = {op.batch_size for op in self.inputs[:-1]}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @override
+    def label(self) -> str:
+        return f"choose_from_datasets({', '.join(map(Op.describe, self.inputs))})"
+
+
+@dataclass(frozen=True, eq=False)
+class WindowOp(Op):
+    """``window``."""
+
+    size: int
+    shift: int
+    stride: int
+    drop_remainder: bool
+    make_dataset: Callable[[Any], Any]
+
+    form: ClassVar[str] = "window({0.size}, {0.shift}, {0.stride}, {0.drop_remainder})"
+    splits_by_file: ClassVar[bool] = False
+    keeps_batches: ClassVar[bool] = False
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        source, drop = elements_of(streams[0]), self.drop_remainder
+        return Stream(nodes.Window(source, self.size, self.shift, self.stride, self.make_dataset, drop_remainder=drop))
+
+    @override
+    def cardinality(self) -> int:
+        number = self.inputs[0].cardinality()
+        left_out = (self.size - 1) * self.stride if self.drop_remainder else 0
+        return number if number < 0 else -(-max(0, number - left_out) // self.shift)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from torchstrategy.data.pipeline.elements import map_leaves
+from torchstrategy.data.pipeline.elements import leaf_paths, map_leaves
 from torchstrategy.data.pipeline.op import Node, SourcedNode, State
+from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["Concatenate", "Enumerate", "Number", "Positions", "Repeat", "Shard", "Skip", "Take", "Zip"]
+__all__ = [
+    "Concatenate",
+    "Enumerate",
+    "Number",
+    "Positions",
+    "Repeat",
+    "Select",
+    "Shard",
+    "Skip",
+    "Take",
+    "Window",
+    "Zip",
+]
 
 
 class Positions(Node):
@@ -276,3 +291,102 @@ class Concatenate(Node):
     @override
     def get_state(self) -> State:
         return {"turn": self._turn, "sources": [source.state_dict() for source in self._sources]}
+
+
+class Select(Node):
+    """Elements of several sources, each of the one that another node chooses.
+
+    Args:
+        choices: gives the numbers of sources.
+        sources: of the elements.
+        stops_early: end when a source that has no more is chosen, not when none has any.
+    """
+
+    def __init__(self, choices: Node, sources: Sequence[Node], *, stops_early: bool) -> None:
+        self._choices = choices
+        self._sources = list(sources)
+        self._stops_early = stops_early
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._ended: set[int] = set() if state is None else set(state["ended"])
+        self._is_ended = state is not None and state["is_ended"]
+        self._choices.reset(None if state is None else state["choices"])
+        states = [None] * len(self._sources) if state is None else state["sources"]
+        for source, source_state in zip(self._sources, states, strict=True):
+            source.reset(source_state)
+
+    @override
+    def next(self) -> Any:
+        while not self._is_ended:
+            chosen = self._choices.read(1)
+            number = self._number(chosen[0]) if chosen else 0
+            found = self._sources[number].read(1) if chosen and number not in self._ended else []
+            if found:
+                return found[0]
+            self._ended.add(number)
+            self._is_ended = not chosen or self._stops_early or len(self._ended) == len(self._sources)
+        raise StopIteration
+
+    @override
+    def get_state(self) -> State:
+        return {
+            "ended": sorted(self._ended),
+            "is_ended": self._is_ended,
+            "choices": self._choices.state_dict(),
+            "sources": [source.state_dict() for source in self._sources],
+        }
+
+    def _number(self, choice: Any) -> int:
+        is_integer = isinstance(choice, torch.Tensor) and not choice.is_floating_point() and choice.dim() == 0
+        if not is_integer or not 0 <= choice < len(self._sources):
+            raise InvalidArgumentError(
+                f"Each element of choice_dataset must be one integer from 0 to {len(self._sources) - 1}, the number of "
+                f"a dataset. Received: {choice!r}"
+            )
+        return int(choice)
+
+
+class Window(Node):
+    """Datasets of consecutive elements; resuming reads again what the next one holds.
+
+    Args:
+        source: of the elements.
+        size: elements of a dataset.
+        shift: from the first element of one to that of the next.
+        stride: from one element of a dataset to the next.
+        make: makes a dataset of a list of elements.
+        drop_remainder: leave out datasets of fewer elements at the end.
+    """
+
+    def __init__(
+        self, source: Node, size: int, shift: int, stride: int, make: Callable[[Any], Any], *, drop_remainder: bool
+    ) -> None:
+        self._source = source
+        self._span = (size - 1) * stride + 1
+        self._smallest = size if drop_remainder else 1
+        self._shift = shift
+        self._stride = stride
+        self._make = make
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._source.reset(None if state is None else state["source"])
+        self._chunks: deque[tuple[State, list[Any]]] = deque()  # where each begins, and its ``shift`` elements
+
+    @override
+    def next(self) -> Any:
+        while self._shift * len(self._chunks) < self._span:
+            before = self._source.state_dict()
+            self._chunks.append((before, self._source.read(self._shift)))
+        kept = chain.from_iterable(elements for _, elements in self._chunks)
+        window = list(islice(kept, 0, self._span, self._stride))
+        if len(window) < self._smallest:
+            raise StopIteration
+        self._chunks.popleft()
+        columns = zip(*([leaf for _, leaf in leaf_paths(element)] for element in window), strict=True)
+        return map_leaves(lambda _: self._make(next(columns)), window[0])
+
+    @override
+    def get_state(self) -> State:
+        return {"source": self._chunks[0][0] if self._chunks else self._source.state_dict()}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["Draws", "KeyedDraws", "Memory", "WorkerDraws", "mix", "random_key", "random_stream"]
+__all__ = ["Draws", "KeyedDraws", "Memory", "Weighted", "WorkerDraws", "mix", "random_key", "random_stream"]
 
 _MASK = (1 << 64) - 1
 
@@ -146,3 +147,18 @@ def random_key(draws: Draws, memory: Memory, seed: int | None, *, changes: bool)
 def random_stream(key: Sequence[int], repetition: int, num_drawn: int) -> np.random.Generator:
     """Return the random numbers of a key and a repetition, of which some have been drawn."""
     return np.random.Generator(np.random.PCG64(mix([*key, repetition])).advance(num_drawn))
+
+
+class Weighted:
+    """Makes a random integer of 32 bits one of a few numbers.
+
+    Args:
+        weights: how often each number comes, relative to the others.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._limits = np.cumsum(np.asarray(weights, np.float64))
+
+    def __call__(self, random: Tensor) -> int:
+        """Return a number."""
+        return int(np.searchsorted(self._limits, int(random) / 2**32 * self._limits[-1], side="right"))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import Self
 
 from torchstrategy.data.pipeline import ops
 from torchstrategy.data.pipeline.dataset_base import Pipeline
-from torchstrategy.data.pipeline.dataset_options import check_callable
+from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
 from torchstrategy.data.pipeline.elements import to_element
+from torchstrategy.data.pipeline.nested import WindowOp
 
 __all__ = ["Regrouping"]
 
@@ -65,3 +66,39 @@ class Regrouping(Pipeline):
             [tensor(1), tensor(37), tensor(2)]
         """
         return self._with(ops.UniqueOp((self._op,)))
+
+    def window(
+        self,
+        size: int,
+        shift: int | None = None,
+        stride: int = 1,
+        drop_remainder: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+    ) -> Self:
+        """Make datasets of consecutive elements: each is an element of the result.
+
+        A tuple or dict of components becomes a tuple or dict of datasets, one for each component, as in tf. Resuming
+        reads the elements of the next window again.
+
+        Args:
+            size: elements of a window; the last ones may have fewer.
+            shift: from the first element of a window to that of the next; ``None`` means ``size``.
+            stride: from one element of a window to the next.
+            drop_remainder: leave out windows of fewer elements.
+
+        Raises:
+            TypeError: an argument is no integer.
+            InvalidArgumentError: it is not positive.
+
+        Example:
+            >>> windows = ts.data.Dataset.range(5).window(3, shift=1, drop_remainder=True)
+            >>> list(windows.flat_map(lambda window: window.batch(3)))
+            [tensor([0, 1, 2]), tensor([1, 2, 3]), tensor([2, 3, 4])]
+        """
+        size = check_int("size", size, 1)
+        shift = size if shift is None else check_int("shift", shift, 1)
+        stride = check_int("stride", stride, 1)
+        return self._with(WindowOp((self._op,), size, shift, stride, bool(drop_remainder), self._of_elements))
+
+    @staticmethod
+    def _of_elements(elements: Sequence[Any]) -> Any:
+        raise NotImplementedError
