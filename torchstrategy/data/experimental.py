@@ -21,8 +21,10 @@ __all__ = [
     "AutoShardPolicy",
     "Counter",
     "RandomDataset",
+    "bucket_by_sequence_length",
     "cardinality",
     "choose_from_datasets",
+    "group_by_window",
     "sample_from_datasets",
     "scan",
     "take_while",
@@ -50,6 +52,8 @@ def _for_apply(method: Callable[Concatenate[Any, _Args], Dataset]) -> Callable[_
 
 Counter = Dataset.counter
 RandomDataset = Dataset.random
+bucket_by_sequence_length = _for_apply(regrouping.Regrouping.bucket_by_sequence_length)
+group_by_window = _for_apply(regrouping.Regrouping.group_by_window)
 scan = _for_apply(regrouping.Regrouping.scan)
 take_while = _for_apply(regrouping.Regrouping.take_while)
 sample_from_datasets = Dataset.sample_from_datasets

@@ -51,6 +51,23 @@ def windows(elements, size, shift, stride, drop):
     return [window for window in found if len(window) == size or not drop]
 
 
+def remainder(number):
+    return number % 3
+
+
+def remainder_of(element):
+    return int(total(element)) % 3
+
+
+def groups(elements, size):
+    found, waiting = [], {}
+    for element in elements:
+        waiting.setdefault(element % 3, []).append(element)
+        if len(waiting[element % 3]) == size:
+            found.append(waiting.pop(element % 3))
+    return found + [waiting[key] for key in sorted(waiting)]
+
+
 # Each operation: how a dataset does it, and how a list does it. Elements of lists are ints, lists of them for batches.
 EXACT = {
     "map": (st.tuples(), lambda d: d.map(plus_one), lambda x: [add(e, 1) for e in x]),
@@ -89,6 +106,11 @@ EXACT = {
         lambda d, *args: d.window(*args).flat_map(itself),
         lambda x, *args: [e for window in windows(x, *args) for e in window],
     ),
+    "group": (
+        st.tuples(positive),
+        lambda d, n: d.group_by_window(remainder, lambda key, window: window.map(plus_one), n),
+        lambda x, n: [e + 1 for group in groups(x, n) for e in group],
+    ),
     "choose": (
         st.tuples(),
         lambda d: ts.data.Dataset.choose_from_datasets([d, d.take(2)], ts.data.Dataset.counter().map(parity), False),
@@ -108,6 +130,11 @@ RANDOM = {
         None,
     ),
     "repeat": (st.tuples(), lambda d: d.repeat(), None),
+    "group": (
+        st.tuples(positive),
+        lambda d, n: d.group_by_window(remainder_of, lambda k, w: w.shuffle(3), window_size_func=lambda k: k + n),
+        None,
+    ),
     "sample": (
         st.tuples(st.one_of(st.none(), st.integers(-3, 3)), st.booleans(), st.booleans()),
         lambda d, *args: ts.data.Dataset.sample_from_datasets([d, d.map(plus_one)], [1, 2], *args),

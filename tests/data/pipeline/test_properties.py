@@ -104,6 +104,7 @@ def test_files():
         files.shard(2, 0),
         files.batch(2, True),
         files.unique(),
+        files.bucket_by_sequence_length(len, [3], [2, 2]),
         files.window(2).flat_map(lambda window: window),
     ):
         assert changed.num_files == 2

@@ -84,9 +84,98 @@ def test_sample_from_datasets_until_one_or_all_are_empty():
     assert abs(share - 0.75) < 0.05
 
 
+def in_lists(key, window):
+    return window.batch(10)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "divisor", "size", "expected"),
+    [
+        (range(10), 3, 3, [[0, 3, 6], [1, 4, 7], [2, 5, 8], [9]]),
+        (range(12), 2, lambda key: key + 2, [[0, 2], [1, 3, 5], [4, 6], [8, 10], [7, 9, 11]]),
+        ([3, 1, 2, 1, 3, 0, 2], 10, 2, [[1, 1], [3, 3], [2, 2], [0]]),
+        ([3, 9, 2, 5, 9, 0], 10, 10, [[0], [2], [3], [5], [9, 9]]),
+    ],
+)
+def test_group_by_window_as_in_tf(numbers, divisor, size, expected):
+    sizes = {"window_size_func" if callable(size) else "window_size": size}
+    dataset = Dataset.from_tensor_slices(list(numbers)).group_by_window(lambda x: x % divisor, in_lists, **sizes)
+    assert plain(dataset) == expected
+    assert plain(dataset.repeat(2)) == expected * 2
+    assert dataset.cardinality() == ts.data.UNKNOWN_CARDINALITY
+
+
+def test_windows_of_groups_have_whole_elements():
+    pairs = Dataset.zip(Dataset.range(4), Dataset.range(10, 14))
+    grouped = pairs.group_by_window(lambda x, y: x % 2, lambda key, window: window.map(lambda x, y: (key, x, y)), 2)
+    assert [tuple(map(int, e)) for e in grouped] == [(0, 0, 10), (0, 2, 12), (1, 1, 11), (1, 3, 13)]
+
+
+def test_a_state_of_groups_holds_no_elements_and_few_marks():
+    rare = Dataset.range(20000).filter(lambda x: True).group_by_window(lambda x: (x == 0 and 1) or 0, in_lists, 10)
+    elements = iter(rare)
+    for _ in range(1500):
+        next(elements)
+    state = rare.state_dict()
+    assert len(repr(state)) < 3000
+    rest = [next(elements).tolist() for _ in range(20)]
+    rare.load_state_dict(state)
+    again = iter(rare)
+    assert [next(again).tolist() for _ in range(20)] == rest
+
+
+SENTENCES = [[0], [1, 2, 3, 4], [5, 6, 7], [7, 8, 9, 10, 11], [13, 14, 15, 16, 19, 20], [21, 22]]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "options", "expected"),
+    [
+        (
+            [3, 5],
+            {"padding_values": -1},
+            [[[1, 2, 3, 4], [5, 6, 7, -1]], [[7, 8, 9, 10, 11, -1], [13, 14, 15, 16, 19, 20]], [[0, -1], [21, 22]]],
+        ),
+        (
+            [3, 5, 8],
+            {"pad_to_bucket_boundary": True, "drop_remainder": True},
+            [[[1, 2, 3, 4], [5, 6, 7, 0]], [[7, 8, 9, 10, 11, 0, 0], [13, 14, 15, 16, 19, 20, 0]], [[0, 0], [21, 22]]],
+        ),
+    ],
+)
+def test_bucket_by_sequence_length_as_in_tf(boundaries, options, expected):
+    dataset = Dataset.from_generator(lambda: SENTENCES)
+    sizes = [2] * (len(boundaries) + 1)
+    assert plain(dataset.bucket_by_sequence_length(len, boundaries, sizes, **options)) == expected
+
+
+def test_buckets_without_padding_and_of_several_components():
+    numbers = Dataset.range(6)
+    assert plain(numbers.bucket_by_sequence_length(int, [3], [2, 2], no_padding=True)) == [[0, 1], [3, 4], [2], [5]]
+    dropped = numbers.bucket_by_sequence_length(int, [3], [2, 2], no_padding=True, drop_remainder=True)
+    assert plain(dropped) == [[0, 1], [3, 4]]
+    pairs = numbers.map(lambda n: (torch.ones(int(n)), n))
+    padded = pairs.bucket_by_sequence_length(
+        lambda x, n: len(x), [3, 7], [3, 3, 3], ([None], []), pad_to_bucket_boundary=True
+    )
+    assert [(tuple(x.shape), n.tolist()) for x, n in padded] == [((3, 2), [0, 1, 2]), ((3, 6), [3, 4, 5])]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
+        (lambda d: d.group_by_window(len, in_lists), ValueError, "either window_size or"),
+        (lambda d: d.group_by_window(len, in_lists, 1, len), ValueError, "either window_size or"),
+        (lambda d: d.group_by_window(len, in_lists, 0), ValueError, "window_size must be at least 1"),
+        (lambda d: list(d.group_by_window(float, in_lists, 2)), TypeError, "key_func returns must be an integer"),
+        (lambda d: list(d.group_by_window(int, lambda k, w: 3, 1)), TypeError, "of group_by_window must return a ts"),
+        (lambda d: list(d.group_by_window(int, in_lists, window_size_func=int)), ValueError, "window_size must be at"),
+        (lambda d: d.bucket_by_sequence_length(len, [3, 3], [1, 1, 1]), ValueError, "ascending"),
+        (lambda d: d.bucket_by_sequence_length(len, [3], [1]), ValueError, "2 numbers, one more"),
+        (
+            lambda d: list(d.bucket_by_sequence_length(lambda x: 9, [3], [1, 1], [7], None, True)),
+            ValueError,
+            "shorter than the last boundary, 3",
+        ),
         (lambda d: d.window(0), ValueError, "size must be at least 1"),
         (lambda d: d.window(2, 0), ValueError, "shift must be at least 1"),
         (lambda d: d.window(2, 1, 0), ValueError, "stride must be at least 1"),

@@ -31,8 +31,13 @@ def itself(window):
     return window
 
 
+def remainder(number):
+    return number % 4
+
+
 def looks_back():
-    parts = [Dataset.range(25).window(4).flat_map(itself), Dataset.range(25, 50)]
+    windows = Dataset.range(25).window(4).flat_map(itself)
+    parts = [windows, Dataset.range(25, 50).group_by_window(remainder, lambda key, window: window, 3)]
     mixed = Dataset.sample_from_datasets(parts, [1, 2], seed=4)
     return mixed.shuffle(50, seed=2).repeat(2).filter(is_below_40).unique().scan(0, as_it_was)
 

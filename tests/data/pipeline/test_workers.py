@@ -35,6 +35,7 @@ DATASETS = {
     ),
     "counter": (Dataset.counter().take(23), range(23)),
     "windows": (Dataset.range(23).window(5).flat_map(itself), range(23)),
+    "groups": (Dataset.range(23).group_by_window(lambda x: x % 2, lambda key, group: group, 4), range(23)),
     "several": (Dataset.sample_from_datasets([Dataset.range(9), Dataset.range(9, 23)], seed=2), range(23)),
     "positions": (Dataset.range(23).shuffle(5).map(plus_zero), range(23)),
     "generator": (Dataset.from_generator(numbers_of, args=("0",)).shuffle(5, seed=1), range(10)),

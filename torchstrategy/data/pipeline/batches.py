@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchstrategy.data.pipeline.elements import describe, leaf_paths, map_leaves, parts, rebuild, to_element
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["PaddedStack", "collate", "collate_raw", "split"]
+__all__ = ["Buckets", "PaddedStack", "collate", "collate_raw", "split"]
 
 
 class PaddedStack:
@@ -46,6 +47,69 @@ class PaddedStack:
                 for i, (key, column) in enumerate(zip(keys, columns, strict=True))
             ],
         )
+
+
+class Buckets:
+    """What ``bucket_by_sequence_length`` gives ``group_by_window``.
+
+    Args:
+        length_func: the user's, returns an element's length.
+        boundaries: the length from which on an element belongs to the next bucket.
+        batch_sizes: of each bucket.
+        padding: arguments of ``padded_batch`` besides the size; ``None`` for ``batch``.
+        pads_to_boundary: ``None`` in a shape means the longest that belongs to the bucket.
+        drop_remainder: leave out batches that are not full at the end.
+    """
+
+    def __init__(
+        self,
+        length_func: Callable[..., Any],
+        boundaries: Sequence[int],
+        batch_sizes: Sequence[int],
+        padding: tuple[Any, Any] | None,
+        *,
+        pads_to_boundary: bool,
+        drop_remainder: bool,
+    ) -> None:
+        self._length_func = length_func
+        self._boundaries = boundaries
+        self._batch_sizes = batch_sizes
+        self._padding = padding
+        self._pads_to_boundary = pads_to_boundary
+        self._drop_remainder = drop_remainder
+
+    def key(self, *element: Any) -> int:
+        """Return the bucket of an element."""
+        bucket = bisect_right(self._boundaries, int(self._length_func(*element)))
+        if self._pads_to_boundary and bucket == len(self._boundaries):
+            raise InvalidArgumentError(
+                "With pad_to_bucket_boundary=True elements must be shorter than the last boundary, "
+                f"{self._boundaries[-1]}. Add a boundary, or leave longer elements out by filter()."
+            )
+        return bucket
+
+    def size(self, bucket: Tensor) -> int:
+        """Return the size of a bucket's batches."""
+        return self._batch_sizes[int(bucket)]
+
+    def stack(self, bucket: Tensor, window: Any) -> Any:
+        """Return a dataset of one batch."""
+        if self._padding is None:
+            return window.batch(self.size(bucket), self._drop_remainder)
+        shapes, values = self._padding
+        if self._pads_to_boundary:
+            shapes = _filled(shapes, self._boundaries[int(bucket)] - 1)
+        return window.padded_batch(self.size(bucket), shapes, values, self._drop_remainder)
+
+
+def _filled(shapes: Any, size: int) -> Any:
+    """Return shapes with a number in place of ``None``."""
+    if shapes is None:
+        return None
+    found = None if isinstance(shapes, torch.Size) else parts(shapes)
+    if found is not None:
+        return rebuild(shapes, [_filled(shape, size) for shape in found[1]])
+    return [size if number in (None, -1) else number for number in shapes]
 
 
 def _component(element: Any, key: Any, index: int) -> Any:

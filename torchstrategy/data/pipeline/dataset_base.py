@@ -266,8 +266,8 @@ class Pipeline(IterableDataset[Any]):
     def splits_by_file(self) -> bool:
         """Whether the examples over parts of the files are, together, those over all files.
 
-        ``take``, ``take_while``, ``skip``, ``shard``, ``enumerate``, ``scan``, ``unique``, ``window``, ``zip``,
-        ``concatenate`` and ``drop_remainder=True`` prevent it.
+        ``take``, ``take_while``, ``skip``, ``shard``, ``enumerate``, ``scan``, ``unique``, ``window``,
+        ``group_by_window``, ``zip``, ``concatenate`` and ``drop_remainder=True`` prevent it.
 
         Example:
             >>> lines = ts.data.Dataset.from_files(["a.txt", "b.txt"], ts.data.readers.text_lines)

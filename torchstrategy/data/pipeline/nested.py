@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.data.pipeline import nodes
@@ -15,9 +16,19 @@ from torchstrategy.data.pipeline.elements import add_note, begin, call_noted, fu
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Node, Op, RandomOp, State, Stream
 from torchstrategy.data.pipeline.ops import elements_of
 from torchstrategy.data.pipeline.randomness import Draws, KeyedDraws
+from torchstrategy.data.pipeline.shuffle import GroupByWindow
 from torchstrategy.data.readers.reading import read_from
 
-__all__ = ["ConcatenateOp", "Files", "Generate", "InterleaveOp", "SelectOp", "WindowOp", "ZipOp"]
+__all__ = [
+    "ConcatenateOp",
+    "Files",
+    "Generate",
+    "GroupByWindowOp",
+    "InterleaveOp",
+    "SelectOp",
+    "WindowOp",
+    "ZipOp",
+]
 
 
 class Interleave(Node):
@@ -349,19 +360,38 @@ class InterleaveOp(RandomOp):
         return [draws.silent_seed(), *draws.iteration(self.memory)]
 
 
+@dataclass(frozen=True, eq=False)
+class GroupByWindowOp(InterleaveOp):
+    """``group_by_window``; ``fn`` reduces the windows."""
+
+    form: ClassVar[str] = "group_by_window()"
+    splits_by_file: ClassVar[bool] = False
+
+    key_func: Callable[..., Any]
+    window_size: Callable[[Tensor], Any]
+    make_dataset: Callable[[Any], Any]
+
+    @override
+    def build_random(self, stream: Stream, key: list[int]) -> Stream:
+        open_window = _OpenInner(self.fn, key, "group_by_window")
+        source, make = elements_of(stream), self.make_dataset
+        return Stream(GroupByWindow(source, self.key_func, self.window_size, make, open_window))
+
+
 class _OpenInner:
     """Makes the nodes of the dataset that a user's function returns for an element."""
 
-    def __init__(self, fn: Callable[..., Any], key: list[int]) -> None:
+    def __init__(self, fn: Callable[..., Any], key: list[int], operation: str = "flat_map or interleave") -> None:
         self._fn = fn
         self._key = key
+        self._operation = operation
 
     def __call__(self, element: Any, repetition: int, number: int) -> Node:
-        dataset = call_noted("flat_map or interleave", self._fn, element, f"element {number}")
+        dataset = call_noted(self._operation, self._fn, element, f"element {number}")
         op = getattr(dataset, "_op", None)
         if not isinstance(op, Op):
             raise TypeError(
-                f"The function {function_name(self._fn)} of flat_map or interleave must return a ts.data.Dataset. "
+                f"The function {function_name(self._fn)} of {self._operation} must return a ts.data.Dataset. "
                 f"Received: {type(dataset).__name__}"
             )
         return elements_of(op.make(iter(op.resolve(KeyedDraws(self._key, [repetition, number])))))

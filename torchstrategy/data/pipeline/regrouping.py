@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from typing_extensions import Self
 
 from torchstrategy.data.pipeline import ops
+from torchstrategy.data.pipeline.batches import Buckets
 from torchstrategy.data.pipeline.dataset_base import Pipeline
 from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
 from torchstrategy.data.pipeline.elements import to_element
-from torchstrategy.data.pipeline.nested import WindowOp
+from torchstrategy.data.pipeline.nested import GroupByWindowOp, WindowOp
+from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["Regrouping"]
+
+
+@dataclass(frozen=True)
+class _Always:
+    """A function that returns one number."""
+
+    number: int
+
+    def __call__(self, _: Any) -> int:
+        return self.number
 
 
 class Regrouping(Pipeline):
@@ -98,6 +112,97 @@ class Regrouping(Pipeline):
         shift = size if shift is None else check_int("shift", shift, 1)
         stride = check_int("stride", stride, 1)
         return self._with(WindowOp((self._op,), size, shift, stride, bool(drop_remainder), self._of_elements))
+
+    def group_by_window(
+        self,
+        key_func: Callable[..., Any],
+        reduce_func: Callable[[Any, Any], Any],
+        window_size: int | None = None,
+        window_size_func: Callable[[Any], Any] | None = None,
+    ) -> Self:
+        """Group elements by key, and give the elements of the datasets that a function makes of groups.
+
+        A group is handed over when it is full; those that are not, at the end, in the order of keys. Resuming reads
+        again from the oldest element on that waits.
+
+        Args:
+            key_func: takes an element, a plain tuple unpacked into arguments, and returns an integer, its key.
+            reduce_func: takes a key and a dataset of a group's elements, and returns a ``ts.data.Dataset``.
+            window_size: elements of a group.
+            window_size_func: takes a key and returns the elements of its groups; in place of ``window_size``.
+
+        Raises:
+            TypeError: a function is none; while iterating: one returned something else.
+            InvalidArgumentError: there are both sizes or none, or one is not positive.
+
+        Example:
+            >>> numbers = ts.data.Dataset.range(6)
+            >>> list(numbers.group_by_window(lambda x: x % 2, lambda key, group: group.batch(2), window_size=2))
+            [tensor([0, 2]), tensor([1, 3]), tensor([4]), tensor([5])]
+        """
+        if (window_size is None) == (window_size_func is None):
+            raise InvalidArgumentError("group_by_window() needs either window_size or window_size_func.")
+        if window_size_func is None:
+            size_of: Callable[[Any], Any] = _Always(check_int("window_size", window_size, 1))
+        else:
+            size_of = check_callable("window_size_func", window_size_func)
+        reduce_func, key_func = check_callable("reduce_func", reduce_func), check_callable("key_func", key_func)
+        return self._with(GroupByWindowOp((self._op,), reduce_func, 1, 1, key_func, size_of, self._of_elements))
+
+    def bucket_by_sequence_length(
+        self,
+        element_length_func: Callable[..., Any],
+        bucket_boundaries: Sequence[int],
+        bucket_batch_sizes: Sequence[int],
+        padded_shapes: Any = None,
+        padding_values: Any = None,
+        pad_to_bucket_boundary: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+        no_padding: bool = False,  # noqa: FBT001, FBT002
+        drop_remainder: bool = False,  # noqa: FBT001, FBT002
+    ) -> Self:
+        """Make padded batches of elements of similar lengths.
+
+        Args:
+            element_length_func: takes an element and returns its length.
+            bucket_boundaries: ascending lengths; an element as long as a boundary belongs to the bucket above it.
+            bucket_batch_sizes: the batch size of each bucket, one more than boundaries.
+            padded_shapes: as of ``padded_batch``.
+            padding_values: as of ``padded_batch``.
+            pad_to_bucket_boundary: ``None`` in a shape means the bucket's boundary minus 1 and not the longest of the
+                batch; without ``padded_shapes`` an element is one tensor of one dimension.
+            no_padding: stack elements as they are.
+            drop_remainder: leave out batches that are not full at the end.
+
+        Raises:
+            TypeError: ``element_length_func`` is no function, or a boundary or size no integer.
+            InvalidArgumentError: boundaries do not ascend, or sizes are not one more. While iterating: with
+                ``pad_to_bucket_boundary``, an element is as long as the last boundary.
+
+        Example:
+            >>> dataset = ts.data.Dataset.range(1, 6).map(lambda n: torch.ones(int(n)))
+            >>> [tuple(batch.shape) for batch in dataset.bucket_by_sequence_length(len, [3], [2, 2])]
+            [(2, 2), (2, 4), (1, 5)]
+        """
+        boundaries = [check_int("each of bucket_boundaries", boundary) for boundary in bucket_boundaries]
+        if not boundaries or any(a >= b for a, b in pairwise(boundaries)):
+            raise InvalidArgumentError(f"bucket_boundaries must be ascending lengths. Received: {bucket_boundaries!r}")
+        sizes = [check_int("each of bucket_batch_sizes", size, 1) for size in bucket_batch_sizes]
+        if len(sizes) != len(boundaries) + 1:
+            raise InvalidArgumentError(
+                f"bucket_batch_sizes must have {len(boundaries) + 1} numbers, one more than bucket_boundaries. "
+                f"Received: {bucket_batch_sizes!r}"
+            )
+        if pad_to_bucket_boundary and padded_shapes is None:
+            padded_shapes = [None]
+        buckets = Buckets(
+            check_callable("element_length_func", element_length_func),
+            boundaries,
+            sizes,
+            None if no_padding else (padded_shapes, padding_values),
+            pads_to_boundary=pad_to_bucket_boundary,
+            drop_remainder=drop_remainder,
+        )
+        return self.group_by_window(buckets.key, buckets.stack, window_size_func=buckets.size)
 
     @staticmethod
     def _of_elements(elements: Sequence[Any]) -> Any:

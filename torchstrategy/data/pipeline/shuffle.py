@@ -1,4 +1,4 @@
-"""Shuffling with a buffer.
+"""Shuffling and grouping with a buffer.
 
 The order in which items leave the buffer is a function of a key and of the number of items. So positions are shuffled
 as integers, and elements by their numbers: a state holds integers, never elements, and elements that were in the buffer
@@ -7,20 +7,23 @@ are read again on resuming.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from torchstrategy.data.pipeline.dataset_options import check_int
+from torchstrategy.data.pipeline.elements import call_noted
 from torchstrategy.data.pipeline.op import Node, State
 from torchstrategy.data.pipeline.randomness import random_stream
 
-__all__ = ["RandomNumbers", "Shuffle", "ShuffleElements"]
+__all__ = ["GroupByWindow", "RandomNumbers", "Shuffle", "ShuffleElements"]
 
 _MIN_ANCHOR_INTERVAL = 1024
 _MIN_MARK_INTERVAL = 64
+_MAX_MARKS = 16
 
 
 class RandomNumbers(Node):
@@ -200,6 +203,101 @@ class ShuffleElements(Node):
         return {"shuffle": self._shuffle.state_dict(), **self._numbers.progress()}
 
 
+class GroupByWindow(Node):
+    """Elements of the datasets that a function makes of windows, which are consecutive elements of one key.
+
+    Args:
+        source: of the elements.
+        key_func: the user's, makes a key of an element.
+        window_size: returns the elements of a window of a key.
+        make_dataset: makes a dataset of a list of elements.
+        open_window: makes a node of a key with a dataset, the number of the repetition and the window's number in it.
+    """
+
+    def __init__(
+        self,
+        source: Node,
+        key_func: Callable[..., Any],
+        window_size: Callable[[torch.Tensor], Any],
+        make_dataset: Callable[[Any], Any],
+        open_window: Callable[[Any, int, int], Node],
+    ) -> None:
+        self._numbers = _Numbers(source, _MIN_MARK_INTERVAL)
+        self._key_func = key_func
+        self._window_size = window_size
+        self._make_dataset = make_dataset
+        self._open_window = open_window
+        self._repetition = -1
+
+    @override
+    def start(self, state: State | None) -> None:
+        self._inner: Node | None = None
+        self._groups: dict[int, list[int]] = {}  # the numbers of the elements that wait, by key
+        self._window: list[int] = []
+        self._key = self._num_opened = 0
+        if state is None:
+            self._repetition += 1
+            self._numbers.reset()
+            return
+        self._repetition, self._key, self._num_opened = state["repetition"], state["key"], state["num_opened"]
+        self._groups = {key: list(numbers) for key, numbers in state["groups"]}
+        self._window = list(state["window"])
+        self._numbers.replay(state["num_read"], is_ended=state["is_ended"])
+        self._numbers.reset()
+        waiting = [number for group in (self._window, *self._groups.values()) for number in group]
+        self._numbers.refill(waiting, state["marks"])
+        if self._window:
+            self._begin_window(state["inner"])
+
+    @override
+    def next(self) -> Any:
+        while self._inner is not None or self._fill_window():
+            found = [] if self._inner is None else self._inner.read(1)
+            if found:
+                return found[0]
+            for number in self._window:
+                del self._numbers.elements[number]
+            self._inner, self._window = None, []
+            self._num_opened += 1
+        raise StopIteration
+
+    @override
+    def get_state(self) -> State:
+        return {
+            "repetition": self._repetition,
+            "key": self._key,
+            "num_opened": self._num_opened,
+            "groups": [[key, list(numbers)] for key, numbers in self._groups.items()],
+            "window": list(self._window),
+            "inner": None if self._inner is None else self._inner.state_dict(),
+            **self._numbers.progress(),
+        }
+
+    def _fill_window(self) -> bool:
+        """Read on until a window is full, or take one that is not when there is no more; say whether there was one."""
+        while found := self._numbers.read(1):
+            element = self._numbers.elements[found[0]]
+            answer = call_noted("group_by_window", self._key_func, element, f"element {found[0]}")
+            key = check_int("what key_func returns", answer)
+            group = self._groups.setdefault(key, [])
+            group.append(found[0])
+            if len(group) >= check_int("window_size", self._window_size(torch.tensor(key, device="cpu")), 1):
+                break
+        else:
+            if not self._groups:
+                return False
+            key = min(self._groups)
+        self._key, self._window = key, self._groups.pop(key)
+        self._begin_window(None)
+        return True
+
+    def _begin_window(self, state: State | None) -> None:
+        dataset = self._make_dataset([self._numbers.elements[number] for number in self._window])
+        argument = (torch.tensor(self._key, device="cpu"), dataset)
+        self._inner = self._open_window(argument, self._repetition, self._num_opened)
+        self._inner.reset(state)
+
+
 class _Numbers(Node):
     """Numbers the elements of a source, and keeps them until they are taken.
 
@@ -234,6 +332,8 @@ class _Numbers(Node):
             if self._num_read >= self._marks[-1][0] + self._interval:
                 self._forget_marks()
                 self._marks.append((self._num_read, self._source.state_dict()))
+                if len(self._marks) > _MAX_MARKS:  # one element may stay for ever; fewer marks mean reading more again
+                    del self._marks[1::2]
             wanted = min(first + count, self._marks[-1][0] + self._interval) - self._num_read
             found = self._source.read(wanted)
             self.elements.update(enumerate(found, self._num_read))
