@@ -25,6 +25,7 @@ __all__ = [
     "cardinality",
     "choose_from_datasets",
     "group_by_window",
+    "ignore_errors",
     "sample_from_datasets",
     "scan",
     "take_while",
@@ -54,6 +55,7 @@ Counter = Dataset.counter
 RandomDataset = Dataset.random
 bucket_by_sequence_length = _for_apply(regrouping.Regrouping.bucket_by_sequence_length)
 group_by_window = _for_apply(regrouping.Regrouping.group_by_window)
+ignore_errors = _for_apply(regrouping.Regrouping.ignore_errors)
 scan = _for_apply(regrouping.Regrouping.scan)
 take_while = _for_apply(regrouping.Regrouping.take_while)
 sample_from_datasets = Dataset.sample_from_datasets

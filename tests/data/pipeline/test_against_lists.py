@@ -55,6 +55,16 @@ def remainder(number):
     return number % 3
 
 
+def is_number(element):
+    return True
+
+
+def fail_at_multiples_of_5(element):
+    if int(total(element)) % 5 == 0:
+        raise ValueError("a multiple of 5")
+    return element
+
+
 def remainder_of(element):
     return int(total(element)) % 3
 
@@ -106,6 +116,21 @@ EXACT = {
         lambda d, *args: d.window(*args).flat_map(itself),
         lambda x, *args: [e for window in windows(x, *args) for e in window],
     ),
+    "sizes": (
+        st.tuples(positive, st.lists(positive, min_size=1, max_size=3)),
+        lambda d, n, sizes: d.batch(n).rebatch(sizes).unbatch(),
+        lambda x, n, sizes: x,
+    ),
+    "ignore_errors": (
+        st.tuples(),
+        lambda d: d.map(fail_at_multiples_of_5).ignore_errors(),
+        lambda x: [e for e in x if e % 5],
+    ),
+    "ignore_errors_later": (
+        st.tuples(st.sampled_from([None, 2]), positive),
+        lambda d, threads, n: d.filter(is_number).map(fail_at_multiples_of_5, threads).prefetch(n).ignore_errors(),
+        lambda x, threads, n: [e for e in x if e % 5],
+    ),
     "group": (
         st.tuples(positive),
         lambda d, n: d.group_by_window(remainder, lambda key, window: window.map(plus_one), n),
@@ -133,6 +158,11 @@ RANDOM = {
     "group": (
         st.tuples(positive),
         lambda d, n: d.group_by_window(remainder_of, lambda k, w: w.shuffle(3), window_size_func=lambda k: k + n),
+        None,
+    ),
+    "ignore_errors_of_shuffled": (
+        st.tuples(positive),
+        lambda d, n: d.filter(is_number).map(fail_at_multiples_of_5).shuffle(n).ignore_errors(),
         None,
     ),
     "sample": (

@@ -161,6 +161,74 @@ def test_buckets_without_padding_and_of_several_components():
 
 
 @pytest.mark.parametrize(
+    ("size", "drop_remainder", "expected"),
+    [
+        (4, False, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+        (4, True, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([2, 3], False, [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]),
+        ((4, 2), True, [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]),
+        ([8, 3], True, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_rebatch_as_in_tf(size, drop_remainder, expected):
+    dataset = Dataset.range(10).batch(3).rebatch(size, drop_remainder)
+    assert plain(dataset) == expected
+    assert plain(dataset.repeat(2)) == expected * 2
+    assert dataset.batch_size == (size if size == 4 else None)
+
+
+def fail_at_2(x):
+    if x == 2:
+        raise ValueError("two")
+    return x
+
+
+@pytest.mark.parametrize("source", [Dataset.range(6), Dataset.from_generator(range, args=(6,))])
+def test_ignore_errors_as_in_tf(source):
+    failing = source.map(fail_at_2)
+    for kept in (failing, source.map(fail_at_2, 2), failing.prefetch(2), source.map(fail_at_2, 2).prefetch(2)):
+        assert plain(kept.ignore_errors()) == [0, 1, 3, 4, 5]
+    assert plain(failing.batch(2).ignore_errors()) == [[0, 1], [4, 5]]
+    assert plain(failing.batch(4).ignore_errors()) == [[4, 5]]
+    assert sorted(plain(failing.shuffle(3).ignore_errors())) == [0, 1, 3, 4, 5]
+    for pairs in (Dataset.zip(failing, source), Dataset.zip(source, failing), failing.enumerate()):
+        assert [tuple(map(int, pair)) for pair in pairs.ignore_errors()] == [(i, i) for i in (0, 1, 3, 4, 5)]
+    with pytest.raises(ValueError, match="two"):
+        plain(failing)
+
+
+def test_ignore_errors_of_sources(tmp_path):
+    def one_then_error():
+        yield 1
+        raise ValueError("no more")
+
+    assert plain(Dataset.from_generator(one_then_error).ignore_errors()) == [1]
+    (tmp_path / "there").write_text("line")
+    lines = ts.data.TextLineDataset([tmp_path / "missing", tmp_path / "there", tmp_path / "missing"])
+    assert list(lines.ignore_errors()) == ["line"]
+
+    def not_even_begun():
+        raise ValueError("nothing")
+
+    assert plain(Dataset.from_generator(not_even_begun).ignore_errors()) == []
+
+
+def test_ignored_errors_are_in_the_log_if_asked_for(caplog):
+    for log_warning in (False, True):
+        plain(Dataset.range(4).map(fail_at_2).ignore_errors(log_warning))
+        assert ("leaves out an element: ValueError('two')" in caplog.text) is log_warning
+
+
+def test_errors_of_what_does_not_move_on_are_not_ignored_for_ever(monkeypatch):
+    def fail(self, count):
+        raise ValueError("stuck")
+
+    monkeypatch.setattr("torchstrategy.data.pipeline.element_nodes.Map.read", fail)
+    with pytest.raises(ValueError, match="stuck"):
+        list(Dataset.from_generator(range, args=(3,)).map(fail_at_2).ignore_errors())
+
+
+@pytest.mark.parametrize(
     ("make", "error", "text"),
     [
         (lambda d: d.group_by_window(len, in_lists), ValueError, "either window_size or"),
@@ -176,6 +244,10 @@ def test_buckets_without_padding_and_of_several_components():
             ValueError,
             "shorter than the last boundary, 3",
         ),
+        (lambda d: d.rebatch(0), ValueError, "batch_size must be at least 1"),
+        (lambda d: d.rebatch([]), ValueError, "at least one number"),
+        (lambda d: d.rebatch([2, 0]), ValueError, "each of batch_size must be at least 1"),
+        (lambda d: list(d.rebatch(2)), ValueError, "components with a first dimension"),
         (lambda d: d.window(0), ValueError, "size must be at least 1"),
         (lambda d: d.window(2, 0), ValueError, "shift must be at least 1"),
         (lambda d: d.window(2, 1, 0), ValueError, "stride must be at least 1"),

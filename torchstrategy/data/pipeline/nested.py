@@ -181,6 +181,7 @@ class Generate(Node):
                 self._items = begin("from_generator", self._fn, lambda: iter(self._make()))
             items.extend(map(convert, islice(self._items, count)))  # up to the one that fails
         except Exception as error:
+            self._items = iter(())
             add_note(error, "from_generator", self._fn, f"element {self._num_read + len(items)}")
             raise
         self._num_read += len(items)
@@ -201,8 +202,10 @@ class Files(Node):
 
     @override
     def start(self, state: State | None) -> None:
-        self._file = 0 if state is None else state["file"]
-        self._num_read = 0 if state is None else state["num_read"]
+        self._begin_file(*((0, 0) if state is None else (state["file"], state["num_read"])))
+
+    def _begin_file(self, file: int, num_read: int = 0) -> None:
+        self._file, self._num_read = file, num_read
         self._examples: Iterator[Any] | None = None
 
     @override
@@ -211,9 +214,7 @@ class Files(Node):
         while len(items) < count and self._file < len(self._files):
             items += self._read_of_file(count - len(items))
             if len(items) < count:
-                self._file += 1
-                self._num_read = 0
-                self._examples = None
+                self._begin_file(self._file + 1)
         return items
 
     @override
@@ -231,6 +232,7 @@ class Files(Node):
             items.extend(map(to_raw, islice(self._examples, count)))  # up to the one that fails
         except Exception as error:
             add_note(error, "from_files", self._reader, f"example {self._num_read + len(items)} of {file}")
+            self._begin_file(self._file + 1)
             raise
         self._num_read += len(items)
         return items

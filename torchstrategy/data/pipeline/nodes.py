@@ -207,9 +207,8 @@ class Number(SourcedNode):
 
     @override
     def next(self) -> Any:
-        item = next(self._source)
-        self.number += 1
-        return self.number - 1, item
+        self.number += 1  # what fails has a number, too
+        return self.number - 1, next(self._source)
 
     @override
     def skip(self, count: int) -> int:
@@ -250,11 +249,17 @@ class Zip(Node):
     def next(self) -> Any:
         if self._is_ended:
             raise StopIteration
-        try:
-            elements = [next(source) for source in self._sources]
-        except StopIteration:
-            self._is_ended = True
-            raise
+        elements, errors = [], []
+        for source in self._sources:  # all of them, so that they stay side by side where errors are ignored
+            try:
+                elements.append(next(source))
+            except StopIteration:
+                self._is_ended = True
+                raise
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return map_leaves(elements.__getitem__, self._structure)
 
     @override

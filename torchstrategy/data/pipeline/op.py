@@ -42,6 +42,7 @@ class Node(Iterator[Any]):
     """
 
     _has_begun = False
+    chunk = _SKIP_CHUNK  # items that are read at once where none or all are needed
 
     def __next__(self) -> Any:
         if not self._has_begun:
@@ -92,12 +93,20 @@ class Node(Iterator[Any]):
         """Leave items out, and return how many there were; fewer than ``count`` only at the end."""
         skipped = 0
         while skipped < count:
-            wanted = min(count - skipped, _SKIP_CHUNK)
+            wanted = min(count - skipped, self.chunk)
             found = len(self.read(wanted))
             skipped += found
             if found < wanted:
                 break
         return skipped
+
+    def read_singly(self) -> None:
+        """Read one item at a time, here and below, so that an error loses that one only."""
+        self.chunk = 1
+        for value in vars(self).values():
+            for node in value if isinstance(value, list) else [value]:
+                if isinstance(node, Node):
+                    node.read_singly()
 
 
 class SourcedNode(Node):

@@ -1,4 +1,4 @@
-"""Threads that read ahead or call functions; errors are passed on as they were raised."""
+"""Threads that read ahead or call functions; errors are passed on as they were raised, or ignored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from torchstrategy.data.pipeline.op import Node, State
+from torchstrategy.base.log import logger
+from torchstrategy.data.pipeline.op import Node, SourcedNode, State
 
-__all__ = ["ParallelMap", "Prefetch"]
+__all__ = ["IgnoreErrors", "ParallelMap", "Prefetch"]
 
+_FAILURES_IN_A_ROW = 1000  # after which a source must have moved on
 _CALLS_PER_THREAD = 2  # that are waiting or running
 _setting_threads = threading.Lock()
 #: How long whoever stops a thread waits for the item that it is reading, in seconds.
@@ -130,13 +132,19 @@ class Prefetch(Node):
     def next(self) -> Any:
         if self._is_at_end:
             raise StopIteration
-        if self._reader is None:
+        if self._reader is None and self._given is None:
             raise RuntimeError(_NOT_BEGUN)
+        if self._reader is None:  # which ended with an error
+            self._reader = _Reader(self._source, self._buffer_size, self._lock)
         item, state, error = self._reader.take()
+        if error is not None:
+            self._stop()
+            self._given = self._source.state_dict()
+            raise error
         if state is None:
             self._stop()
             self._is_at_end = True
-            raise StopIteration if error is None else error
+            raise StopIteration
         self._given = state
         return item
 
@@ -175,25 +183,25 @@ class ParallelMap(Node):
         self._stop()
         self._source.reset(None if state is None else state["source"])
         self._given = self._source.state_dict()  # the source's state after the last item that was given
-        self._calls: deque[tuple[Future[Any], State]] = deque()
+        self._calls: deque[tuple[Future[Any], Any, State]] = deque()  # with what was given to them
         self._is_ended = False
         self._pool = _start_threads(self._num_threads)
 
     @override
     def next(self) -> Any:
+        if self._pool is None and (self._calls or not self._is_ended):
+            self._begin_anew()
         while not self._is_ended and len(self._calls) < _CALLS_PER_THREAD * self._num_threads:
             self._begin_call(self._pool)
         if not self._calls:
             self._stop()
             raise StopIteration
-        call, state = self._calls.popleft()
+        call, _, self._given = self._calls.popleft()
         try:
-            item = call.result()
+            return call.result()
         except Exception:
             self._stop()  # whoever keeps the error keeps this node alive
             raise
-        self._given = state
-        return item
 
     @override
     def get_state(self) -> State:
@@ -208,17 +216,57 @@ class ParallelMap(Node):
         except StopIteration:
             self._is_ended = True
         except Exception as error:  # noqa: BLE001 - raised in its turn, after the items before it
-            self._is_ended = True
             failed: Future[Any] = Future()
             failed.set_exception(error)
-            self._calls.append((failed, self._given))
+            self._calls.append((failed, None, self._source.state_dict()))
         else:
-            self._calls.append((pool.submit(self._fn, item), self._source.state_dict()))
+            self._calls.append((pool.submit(self._fn, item), item, self._source.state_dict()))
+
+    def _begin_anew(self) -> None:
+        """Go on after an error: call the functions that were not called because of it."""
+        self._pool = pool = _start_threads(self._num_threads)
+        for _ in range(len(self._calls)):
+            call, item, state = self._calls.popleft()
+            self._calls.append((pool.submit(self._fn, item) if call.cancelled() else call, item, state))
 
     def _stop(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+
+
+class IgnoreErrors(SourcedNode):
+    """The elements of a source without those that raise an error.
+
+    Args:
+        source: of the elements.
+        warns: say in the log what is left out.
+    """
+
+    def __init__(self, source: Node, *, warns: bool) -> None:
+        super().__init__(source)
+        self._warns = warns
+        source.read_singly()
+
+    @override
+    def next(self) -> Any:
+        num_failed, before = 0, ""
+        while True:
+            try:
+                found = self._source.read(1)
+            except Exception as error:
+                if self._warns:
+                    logger.warning("ignore_errors() leaves out an element: %r", error)
+                num_failed += 1
+                if num_failed % _FAILURES_IN_A_ROW == 0:
+                    now = repr(self._source.state_dict())
+                    if now == before:  # it does not move on, so this would be for ever
+                        raise
+                    before = now
+            else:
+                if not found:
+                    raise StopIteration
+                return found[0]
 
 
 def _start_threads(number: int) -> ThreadPoolExecutor:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from torchstrategy.data.pipeline import ops
-from torchstrategy.data.pipeline.batches import Buckets
+from torchstrategy.data.pipeline.batches import Buckets, collate
 from torchstrategy.data.pipeline.dataset_base import Pipeline
 from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
 from torchstrategy.data.pipeline.elements import to_element
 from torchstrategy.data.pipeline.nested import GroupByWindowOp, WindowOp
+from torchstrategy.data.pipeline.op import Node, Op, SourcedNode, Stream
+from torchstrategy.data.pipeline.ops import elements_of
+from torchstrategy.data.pipeline.parallel import IgnoreErrors
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["Regrouping"]
@@ -28,6 +31,71 @@ class _Always:
 
     def __call__(self, _: Any) -> int:
         return self.number
+
+
+@dataclass(frozen=True, eq=False)
+class _IgnoreErrorsOp(Op):
+    """``ignore_errors``."""
+
+    keeps_count: ClassVar[bool] = False
+    form: ClassVar[str] = "ignore_errors()"
+
+    warns: bool
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        return Stream(IgnoreErrors(elements_of(streams[0]), warns=self.warns))
+
+
+class _Batches(SourcedNode):
+    """Batches of elements, of several sizes in turn.
+
+    Args:
+        source: of the elements.
+        sizes: of the batches.
+        drop_remainder: leave out a last batch of fewer elements.
+    """
+
+    saved = ("num_read", "turn")
+
+    def __init__(self, source: Node, sizes: Sequence[int], *, drop_remainder: bool) -> None:
+        super().__init__(source)
+        self._sizes = sizes
+        self._drop_remainder = drop_remainder
+
+    @override
+    def begin(self) -> None:
+        self.num_read = self.turn = 0
+
+    @override
+    def next(self) -> Any:
+        size = self._sizes[self.turn]
+        elements = self._source.read(size)
+        if not elements or (self._drop_remainder and len(elements) < size):
+            raise StopIteration
+        self.turn = (self.turn + 1) % len(self._sizes)
+        self.num_read += len(elements)
+        return collate(elements, self.num_read - len(elements))
+
+
+@dataclass(frozen=True, eq=False)
+class _BatchesOp(Op):
+    """``rebatch`` to several sizes."""
+
+    keeps_count: ClassVar[bool] = False
+    keeps_batches: ClassVar[bool] = False
+    splits_by_file: ClassVar[bool] = False
+
+    sizes: tuple[int, ...]
+    drop_remainder: bool
+
+    @override
+    def build(self, streams: list[Stream]) -> Stream:
+        return Stream(_Batches(elements_of(streams[0]), self.sizes, drop_remainder=self.drop_remainder))
+
+    @override
+    def label(self) -> str:
+        return f"batch({list(self.sizes)}{', drop_remainder=True' if self.drop_remainder else ''})"
 
 
 class Regrouping(Pipeline):
@@ -203,6 +271,50 @@ class Regrouping(Pipeline):
             drop_remainder=drop_remainder,
         )
         return self.group_by_window(buckets.key, buckets.stack, window_size_func=buckets.size)
+
+    def rebatch(
+        self,
+        batch_size: int | Sequence[int],
+        drop_remainder: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+    ) -> Self:
+        """Make batches of another size of batches.
+
+        Args:
+            batch_size: elements of a batch; or several numbers, the sizes of batches in turn.
+            drop_remainder: leave out a last batch of fewer elements.
+
+        Raises:
+            TypeError: a size is no integer.
+            InvalidArgumentError: it is not positive; while iterating: the components of a batch have no common first
+                dimension.
+
+        Example:
+            >>> list(ts.data.Dataset.range(6).batch(2).rebatch(4))
+            [tensor([0, 1, 2, 3]), tensor([4, 5])]
+        """
+        elements = ops.UnbatchOp((self._op,))
+        if isinstance(batch_size, Sequence):
+            sizes = tuple(check_int("each of batch_size", size, 1) for size in batch_size)
+            if not sizes:
+                raise InvalidArgumentError("batch_size must have at least one number.")
+            return self._with(_BatchesOp((elements,), sizes, bool(drop_remainder)))
+        return self._with(ops.BatchOp((elements,), check_int("batch_size", batch_size, 1), bool(drop_remainder)))
+
+    def ignore_errors(self, log_warning: bool = False) -> Self:  # noqa: FBT001, FBT002 - tf's signature
+        """Leave out elements that raise an error.
+
+        It belongs right after what may fail: after a ``batch`` the whole batch is left out. Of a file whose reader
+        fails, and of a generator, the rest is left out.
+
+        Args:
+            log_warning: say each time in the log what was raised.
+
+        Example:
+            >>> quotients = ts.data.Dataset.range(3).map(lambda x: 4 // int(x)).ignore_errors()
+            >>> list(quotients)
+            [tensor(4), tensor(2)]
+        """
+        return self._with(_IgnoreErrorsOp((self._op,), bool(log_warning)))
 
     @staticmethod
     def _of_elements(elements: Sequence[Any]) -> Any:

@@ -276,9 +276,7 @@ class GroupByWindow(Node):
     def _fill_window(self) -> bool:
         """Read on until a window is full, or take one that is not when there is no more; say whether there was one."""
         while found := self._numbers.read(1):
-            element = self._numbers.elements[found[0]]
-            answer = call_noted("group_by_window", self._key_func, element, f"element {found[0]}")
-            key = check_int("what key_func returns", answer)
+            key = self._key_of(found[0])
             group = self._groups.setdefault(key, [])
             group.append(found[0])
             if len(group) >= check_int("window_size", self._window_size(torch.tensor(key, device="cpu")), 1):
@@ -290,6 +288,15 @@ class GroupByWindow(Node):
         self._key, self._window = key, self._groups.pop(key)
         self._begin_window(None)
         return True
+
+    def _key_of(self, number: int) -> int:
+        try:
+            element = self._numbers.elements[number]
+            answer = call_noted("group_by_window", self._key_func, element, f"element {number}")
+            return check_int("what key_func returns", answer)
+        except Exception:
+            del self._numbers.elements[number]  # the error may be ignored
+            raise
 
     def _begin_window(self, state: State | None) -> None:
         dataset = self._make_dataset([self._numbers.elements[number] for number in self._window])
@@ -314,7 +321,7 @@ class _Numbers(Node):
 
     @override
     def start(self, state: State | None) -> None:
-        self._num_read = 0 if state is None else state["num_read"]
+        self._num_read = self._num_given = 0 if state is None else state["num_read"]  # an error may lie between them
         self._is_ended = False
         self.elements = {}
         self._marks: list[tuple[int, State]] = []
@@ -324,10 +331,10 @@ class _Numbers(Node):
 
     @override
     def read(self, count: int) -> list[Any]:
-        first = self._num_read
+        first = self._num_given
         if self._replayed is not None:
-            self._num_read = min(self._replayed[0], first + count)
-            return list(range(first, self._num_read))
+            self._num_given = min(self._replayed[0], first + count)
+            return list(range(first, self._num_given))
         while self._num_read < first + count and not self._is_ended:
             if self._num_read >= self._marks[-1][0] + self._interval:
                 self._forget_marks()
@@ -335,19 +342,21 @@ class _Numbers(Node):
                 if len(self._marks) > _MAX_MARKS:  # one element may stay for ever; fewer marks mean reading more again
                     del self._marks[1::2]
             wanted = min(first + count, self._marks[-1][0] + self._interval) - self._num_read
+            wanted = min(wanted, self.chunk)
             found = self._source.read(wanted)
             self.elements.update(enumerate(found, self._num_read))
             self._num_read += len(found)
             self._is_ended = len(found) < wanted
-        return list(range(first, self._num_read))
+        self._num_given = min(first + count, self._num_read)
+        return list(range(first, self._num_given))
 
     @override
     def get_state(self) -> State:
-        return {"num_read": self._num_read}
+        return {"num_read": self._num_given}
 
     def progress(self) -> State:
         """Return what ``replay`` and ``refill`` need."""
-        return {"num_read": self._num_read, "is_ended": self._is_ended, "marks": list(self._marks)}
+        return {"num_read": self._num_given, "is_ended": self._is_ended, "marks": list(self._marks)}
 
     def replay(self, num_read: int, *, is_ended: bool) -> None:
         """Give numbers only, without elements, until ``refill``."""
@@ -357,14 +366,20 @@ class _Numbers(Node):
         """Read the waiting elements again, and go on where the state was taken."""
         num_read, is_ended = self._replayed or (0, False)
         self._replayed = None
-        self._num_read, self._is_ended = num_read, is_ended
+        self._num_read = self._num_given = num_read
+        self._is_ended = is_ended
         self._marks = [(number, state) for number, state in marks]
         oldest = min(waiting, default=num_read)
         number, state = max((mark for mark in self._marks if mark[0] <= oldest), key=lambda mark: mark[0])
         self._source.reset(state)
         needed = set(waiting)
         while number < num_read:
-            found = self._source.read(min(self._interval, num_read - number))
+            try:
+                found = self._source.read(min(self._interval, num_read - number, self.chunk))
+            except Exception:
+                if self.chunk > 1:
+                    raise
+                continue  # errors are ignored, and this one was
             if not found:
                 raise RuntimeError(
                     f"The data has changed since the state was taken: {num_read} elements had been read before a "
