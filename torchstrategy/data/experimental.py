@@ -26,6 +26,7 @@ __all__ = [
     "choose_from_datasets",
     "group_by_window",
     "ignore_errors",
+    "rejection_resample",
     "sample_from_datasets",
     "scan",
     "take_while",
@@ -56,6 +57,7 @@ RandomDataset = Dataset.random
 bucket_by_sequence_length = _for_apply(regrouping.Regrouping.bucket_by_sequence_length)
 group_by_window = _for_apply(regrouping.Regrouping.group_by_window)
 ignore_errors = _for_apply(regrouping.Regrouping.ignore_errors)
+rejection_resample = _for_apply(regrouping.Regrouping.rejection_resample)
 scan = _for_apply(regrouping.Regrouping.scan)
 take_while = _for_apply(regrouping.Regrouping.take_while)
 sample_from_datasets = Dataset.sample_from_datasets

@@ -55,6 +55,10 @@ def remainder(number):
     return number % 3
 
 
+def second(first, second):
+    return second
+
+
 def is_number(element):
     return True
 
@@ -163,6 +167,11 @@ RANDOM = {
     "ignore_errors_of_shuffled": (
         st.tuples(positive),
         lambda d, n: d.filter(is_number).map(fail_at_multiples_of_5).shuffle(n).ignore_errors(),
+        None,
+    ),
+    "rejection_resample": (
+        st.tuples(st.sampled_from([None, [1, 1, 1]]), st.integers(-3, 3)),
+        lambda d, initial, seed: d.rejection_resample(remainder_of, [3, 1, 0], initial, seed).map(second),
         None,
     ),
     "sample": (

@@ -114,7 +114,7 @@ def test_windows_of_groups_have_whole_elements():
 def test_a_state_of_groups_holds_no_elements_and_few_marks():
     rare = Dataset.range(20000).filter(lambda x: True).group_by_window(lambda x: (x == 0 and 1) or 0, in_lists, 10)
     elements = iter(rare)
-    for _ in range(1500):
+    for _ in range(500):
         next(elements)
     state = rare.state_dict()
     assert len(repr(state)) < 3000
@@ -228,6 +228,32 @@ def test_errors_of_what_does_not_move_on_are_not_ignored_for_ever(monkeypatch):
         list(Dataset.from_generator(range, args=(3,)).map(fail_at_2).ignore_errors())
 
 
+@pytest.mark.parametrize("initial", [None, [0.9, 0.1]])
+def test_rejection_resample_as_in_tf(initial):
+    rare = Dataset.from_tensor_slices(([int(i % 10 == 3) for i in range(3000)], list(range(3000))))
+    balanced = rare.rejection_resample(lambda label, number: label, [0.5, 0.5], initial, 1)
+    classes, elements = zip(*balanced, strict=True)
+    assert all(
+        int(c) == int(label) == int(number % 10 == 3) for c, (label, number) in zip(classes, elements, strict=True)
+    )
+    numbers = [int(number) for _, number in elements]
+    assert numbers == sorted(set(numbers))  # each at most once, in their order
+    assert abs(sum(map(int, classes)) / len(classes) - 0.5) < 0.06
+    assert sum(map(int, classes)) == 300  # the class that comes too rarely is never left out
+    assert [int(number) for _, (_, number) in balanced] != numbers  # in the next iteration
+
+
+def test_an_absent_experimental_name_says_what_to_use():
+    with pytest.raises(AttributeError, match=r"has no attribute 'dense_to_ragged_batch'. Use `Dataset.padded_batch`"):
+        _ = ts.data.experimental.dense_to_ragged_batch
+
+
+def test_rejection_resample_of_a_class_that_shall_not_come_or_does_not():
+    numbers = Dataset.range(20).map(lambda x: x % 2)
+    assert {int(c) for c, _ in numbers.rejection_resample(int, [1, 0], seed=1)} == {0}
+    assert len(list(numbers.rejection_resample(int, [1, 1, 1], seed=1))) > 0
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -248,6 +274,11 @@ def test_errors_of_what_does_not_move_on_are_not_ignored_for_ever(monkeypatch):
         (lambda d: d.rebatch([]), ValueError, "at least one number"),
         (lambda d: d.rebatch([2, 0]), ValueError, "each of batch_size must be at least 1"),
         (lambda d: list(d.rebatch(2)), ValueError, "components with a first dimension"),
+        (lambda d: d.rejection_resample(int, [0, 0]), ValueError, "at least 0, not all 0"),
+        (lambda d: d.rejection_resample(int, [1, 1], [1]), ValueError, "initial_dist must have 2 numbers"),
+        (lambda d: d.rejection_resample(int, [1, 1], [0, 1]), ValueError, "above 0 for each class"),
+        (lambda d: list(d.rejection_resample(int, [1, 1])), ValueError, "from 0 to 1.*Received: 2"),
+        (lambda d: list(d.rejection_resample(float, [1, 1])), TypeError, "class_func returns must be an integer"),
         (lambda d: d.window(0), ValueError, "size must be at least 1"),
         (lambda d: d.window(2, 0), ValueError, "shift must be at least 1"),
         (lambda d: d.window(2, 1, 0), ValueError, "stride must be at least 1"),

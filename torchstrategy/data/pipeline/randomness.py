@@ -7,14 +7,29 @@ are part of a pipeline's state. Only here is torch's random stream read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Draws", "KeyedDraws", "Memory", "Weighted", "WorkerDraws", "mix", "random_key", "random_stream"]
+from torchstrategy.data.pipeline.dataset_options import check_int
+from torchstrategy.data.pipeline.elements import call, to_element
+from torchstrategy.errors import InvalidArgumentError
+
+__all__ = [
+    "Draws",
+    "KeyedDraws",
+    "Memory",
+    "Rejection",
+    "Weighted",
+    "WorkerDraws",
+    "mix",
+    "random_key",
+    "random_stream",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -162,3 +177,37 @@ class Weighted:
     def __call__(self, random: Tensor) -> int:
         """Return a number."""
         return int(np.searchsorted(self._limits, int(random) / 2**32 * self._limits[-1], side="right"))
+
+
+class Rejection:
+    """Accepts elements at random so that their classes come as often as they shall; a function for ``scan``.
+
+    Args:
+        class_func: the user's, returns an element's class.
+        target: how often each class shall come, relative to the others.
+        initial: how often each comes; ``None`` for as often as it has come so far.
+    """
+
+    def __init__(
+        self, class_func: Callable[..., Any], target: Sequence[float], initial: Sequence[float] | None
+    ) -> None:
+        self._class_func = class_func
+        self._target = torch.tensor(target, dtype=torch.float64, device="cpu")
+        self._initial = None if initial is None else torch.tensor(initial, dtype=torch.float64, device="cpu")
+
+    def __call__(self, counts: Tensor, pair: tuple[Any, Tensor]) -> tuple[Tensor, Any]:
+        """Return new counts of classes, and whether to accept an element, its class and itself."""
+        element, number = pair
+        answer = to_element(call(self._class_func, element))
+        label = check_int("what class_func returns", answer)
+        if not 0 <= label < len(self._target):
+            raise InvalidArgumentError(
+                f"class_func of rejection_resample() must return a class from 0 to {len(self._target) - 1}, as "
+                f"target_dist has {len(self._target)} numbers. Received: {label}"
+            )
+        counts = counts.clone()
+        counts[label] += 1
+        initial = counts if self._initial is None else self._initial
+        ratios = torch.where(initial > 0, self._target / initial, 0)
+        is_accepted = int(number) / 2**32 * ratios.max() < ratios[label]
+        return counts, (is_accepted, (answer, element))

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import torch
 from typing_extensions import Self, override
 
-from torchstrategy.data.pipeline import ops
+from torchstrategy.data.pipeline import dataset_sources, ops
 from torchstrategy.data.pipeline.batches import Buckets, collate
 from torchstrategy.data.pipeline.dataset_base import Pipeline
-from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
+from torchstrategy.data.pipeline.dataset_options import check_callable, check_int, check_weights
 from torchstrategy.data.pipeline.elements import to_element
-from torchstrategy.data.pipeline.nested import GroupByWindowOp, WindowOp
+from torchstrategy.data.pipeline.nested import GroupByWindowOp, WindowOp, ZipOp
 from torchstrategy.data.pipeline.op import Node, Op, SourcedNode, Stream
 from torchstrategy.data.pipeline.ops import elements_of
 from torchstrategy.data.pipeline.parallel import IgnoreErrors
+from torchstrategy.data.pipeline.randomness import Rejection
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["Regrouping"]
@@ -45,6 +47,14 @@ class _IgnoreErrorsOp(Op):
     @override
     def build(self, streams: list[Stream]) -> Stream:
         return Stream(IgnoreErrors(elements_of(streams[0]), warns=self.warns))
+
+
+def _first(first: Any, second: Any) -> Any:  # noqa: ARG001 - of a pair
+    return first
+
+
+def _second(first: Any, second: Any) -> Any:  # noqa: ARG001 - of a pair
+    return second
 
 
 class _Batches(SourcedNode):
@@ -271,6 +281,51 @@ class Regrouping(Pipeline):
             drop_remainder=drop_remainder,
         )
         return self.group_by_window(buckets.key, buckets.stack, window_size_func=buckets.size)
+
+    def rejection_resample(
+        self,
+        class_func: Callable[..., Any],
+        target_dist: Sequence[float],
+        initial_dist: Sequence[float] | None = None,
+        seed: int | None = None,
+    ) -> Self:
+        """Leave out elements at random, so that their classes come as often as they shall.
+
+        Args:
+            class_func: takes an element and returns its class, an integer from 0.
+            target_dist: how often each class shall come, relative to the others.
+            initial_dist: how often each comes. ``None`` means as often as it has come so far, which is wrong for the
+                first elements.
+            seed: decides what is left out, another part in each iteration. ``None`` takes one from torch's random
+                stream when the first element is read.
+
+        Returns:
+            A dataset of pairs of a class and an element.
+
+        Raises:
+            TypeError: ``class_func`` is no function; while iterating: it returned no integer.
+            InvalidArgumentError: a distribution has negative numbers or only 0, they have different lengths, or the
+                initial one is 0 for a class that shall come. While iterating: a class has no number.
+
+        Example:
+            >>> rare = ts.data.Dataset.range(10000).map(lambda x: int(x) % 10 == 0)
+            >>> balanced = rare.rejection_resample(int, [0.5, 0.5], [0.9, 0.1], seed=1)
+            >>> classes = [int(c) for c, _ in balanced]
+            >>> 0.4 < sum(classes) / len(classes) < 0.6
+            True
+        """
+        check_callable("class_func", class_func)
+        target = check_weights("target_dist", target_dist)
+        initial = None if initial_dist is None else check_weights("initial_dist", initial_dist, len(target))
+        if initial is not None and any(wanted and not there for wanted, there in zip(target, initial, strict=True)):
+            raise InvalidArgumentError(
+                f"initial_dist must be above 0 for each class that shall come. Received: {initial} for {target}"
+            )
+        numbers = dataset_sources.random_numbers(seed, rerandomizes=True)
+        zipped = ZipOp((self._op, numbers), (0, 1))
+        counts = torch.zeros(len(target), dtype=torch.float64, device="cpu")
+        decided = ops.ScanOp((zipped,), counts, Rejection(class_func, target, initial))
+        return self._with(ops.MapOp((ops.FilterOp((decided,), _first),), _second, 0))
 
     def rebatch(
         self,
