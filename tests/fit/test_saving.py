@@ -520,6 +520,9 @@ def test_files_may_name_modules_of_the_library_as_they_were_called_before():
     assert unpickler.find_class("torchstrategy.callbacks.history", "History") is ts.callbacks.History
     assert unpickler.find_class("torchstrategy.metrics.base", "Metric") is ts.metrics.Metric
     assert unpickler.find_class("torchstrategy.metrics.mean_errors", "MeanSquaredError") is ts.metrics.MeanSquaredError
+    moved = unpickler.find_class("torchstrategy.metrics.mean", "RootMeanSquaredError")
+    assert moved is ts.metrics.RootMeanSquaredError
+    assert unpickler.find_class("torchstrategy.metrics.mean", "Mean") is ts.metrics.Mean
     column = unpickler.find_class("torchstrategy.estimator.feature_column.crossed", "CrossedColumn")
     assert isinstance(ts.feature_column.crossed_column(["a", "b"], 3), column)
     for before, now in architecture._MOVED.items():

@@ -21,6 +21,8 @@ KERAS = [
     "poisson", "precision", "recall", "root_mean_squared_error", "sparse_categorical_accuracy",
     "sparse_categorical_crossentropy", "sparse_top_k_categorical_accuracy", "squared_hinge", "sum",
     "top_k_categorical_accuracy", "true_negatives", "true_positives",
+    "BinaryIoU", "ConcordanceCorrelation", "F1Score", "FBetaScore", "PearsonCorrelation", "R2Score", "binary_io_u",
+    "concordance_correlation", "f1_score", "f_beta_score", "pearson_correlation", "r2_score",
 ]  # fmt: skip
 
 
@@ -51,7 +53,7 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_means_of_losses(name):
     metric = ts.metrics.get(name)
-    assert metric.name == name
+    assert metric.name == ("logcosh" if name == "log_cosh_error" else name)
     metric.update_state(torch.tensor([0, 1]) if name.startswith("sparse") else Y, Y_PRED, sample_weight=[1.0, 3.0])
     assert metric.result().item() == pytest.approx(VALUES[name], abs=1e-6)
 
@@ -69,7 +71,7 @@ def test_others_are_returned_as_they_are():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"metrics='f1_score' is not known.*torchmetrics"):
-        ts.metrics.get("f1_score")
+    with pytest.raises(ValueError, match=r"metrics='one_hot_io_u' is not known.*torchmetrics"):
+        ts.metrics.get("one_hot_io_u")
     with pytest.raises(TypeError, match=r"A metric must be a name or callable. Received: 3 of type int"):
         ts.metrics.get(3)

@@ -59,6 +59,11 @@ def numbers():
     return torch.randn(NUM_EXAMPLES, 3), torch.randn(NUM_EXAMPLES, 3)
 
 
+def close():
+    labels = torch.randn(NUM_EXAMPLES, 3)
+    return labels + 0.3 * torch.randn(NUM_EXAMPLES, 3), labels
+
+
 def values():
     return (torch.randn(NUM_EXAMPLES),)
 
@@ -94,6 +99,36 @@ METRICS = {
     "AUC labels": (lambda: ts.metrics.AUC(multi_label=True, label_weights=[1, 2, 0, 1], dtype="float64"), multi_label),
     "MeanIoU": (lambda: ts.metrics.MeanIoU(NUM_CLASSES, dtype="float64", ignore_class=3), images),
     "IoU": (lambda: ts.metrics.IoU(NUM_CLASSES, [1], dtype="float64", sparse_y_pred=False), sparse),
+    "BinaryIoU": (lambda: ts.metrics.BinaryIoU(dtype="float64"), binary),
+    "OneHotIoU": (lambda: ts.metrics.OneHotIoU(NUM_CLASSES, [1, 2], dtype="float64"), one_hot),
+    "OneHotMeanIoU": (lambda: ts.metrics.OneHotMeanIoU(NUM_CLASSES, dtype="float64"), one_hot),
+    "PrecisionAtRecall": (lambda: ts.metrics.PrecisionAtRecall(0.6, dtype="float64"), binary),
+    "RecallAtPrecision": (lambda: ts.metrics.RecallAtPrecision(0.6, dtype="float64"), multi_label),
+    "SensitivityAtSpecificity": (lambda: ts.metrics.SensitivityAtSpecificity(0.7, dtype="float64"), multi_label),
+    "SpecificityAtSensitivity": (lambda: ts.metrics.SpecificityAtSensitivity(0.7, dtype="float64"), multi_label),
+    "F1Score": (lambda: ts.metrics.F1Score("weighted", dtype="float64"), one_hot),
+    "FBetaScore": (lambda: ts.metrics.FBetaScore("micro", 2.0, 0.5, dtype="float64"), multi_label),
+    "FBetaScore macro": (lambda: ts.metrics.FBetaScore("macro", 0.5, dtype="float64"), one_hot),
+    "R2Score": (lambda: ts.metrics.R2Score("variance_weighted_average", 3, dtype="float64"), close),
+    "PearsonCorrelation": (lambda: ts.metrics.PearsonCorrelation(dtype="float64"), numbers),
+    "ConcordanceCorrelation": (lambda: ts.metrics.ConcordanceCorrelation(dtype="float64"), numbers),
+    "CosineSimilarity": (lambda: ts.metrics.CosineSimilarity(dtype="float64"), numbers),
+    "LogCoshError": (lambda: ts.metrics.LogCoshError(dtype="float64"), numbers),
+    "MeanSquaredLogarithmicError": (lambda: ts.metrics.MeanSquaredLogarithmicError(dtype="float64"), multi_label),
+    "BinaryCrossentropy": (lambda: ts.metrics.BinaryCrossentropy(dtype="float64"), binary),
+    "CategoricalCrossentropy": (
+        lambda: ts.metrics.CategoricalCrossentropy(dtype="float64", from_logits=True, label_smoothing=0.1),
+        one_hot,
+    ),
+    "SparseCategoricalCrossentropy": (
+        lambda: ts.metrics.SparseCategoricalCrossentropy(dtype="float64", from_logits=True, ignore_class=2),
+        column,
+    ),
+    "KLDivergence": (lambda: ts.metrics.KLDivergence(dtype="float64"), multi_label),
+    "Poisson": (lambda: ts.metrics.Poisson(dtype="float64"), multi_label),
+    "Hinge": (lambda: ts.metrics.Hinge(dtype="float64"), binary),
+    "SquaredHinge": (lambda: ts.metrics.SquaredHinge(dtype="float64"), multi_label),
+    "CategoricalHinge": (lambda: ts.metrics.CategoricalHinge(dtype="float64"), one_hot),
     "Metric": (lambda: Range(dtype="float64"), values),
 }
 

@@ -5,6 +5,7 @@ Objects are pickled by Python's rules: classes and functions by the names that t
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import pickle
@@ -105,7 +106,10 @@ _MOVED = {
     "torchstrategy.fit.callbacks.torch_scheduler": "torchstrategy.fit.callbacks.rates",
     "torchstrategy.fit.loss_tracker": "torchstrategy.fit.compiled_loss",
     "torchstrategy.metrics.mean_errors": "torchstrategy.metrics.mean",
+    "torchstrategy.fit.callbacks.csv_logger": "torchstrategy.fit.callbacks.progress",
 }
+#: Where else a module's names may be since, if they are not there.
+_SPLIT = {"torchstrategy.metrics.mean": "torchstrategy.metrics.regression_metrics"}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -118,6 +122,8 @@ class _Unpickler(pickle.Unpickler):
         for before, now in _MOVED.items():
             if module_name == before or module_name.startswith(f"{before}."):
                 module_name = now + module_name.removeprefix(before)
+        if module_name in _SPLIT and not hasattr(importlib.import_module(module_name), global_name):
+            module_name = _SPLIT[module_name]
         return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any) -> Tensor:

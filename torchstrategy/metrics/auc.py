@@ -1,19 +1,26 @@
-"""Area under the ROC or precision-recall curve, from counts at fixed thresholds."""
+"""Area under the ROC or precision-recall curve, and best points of them, from counts at fixed thresholds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchstrategy import errors
-from torchstrategy.metrics.confusion import STATES, check_scores, check_thresholds, confusion_counts, divide_no_nan
+from torchstrategy.metrics.confusion import (
+    STATES,
+    ConfusionMetric,
+    check_scores,
+    check_thresholds,
+    confusion_counts,
+    divide_no_nan,
+)
 from torchstrategy.metrics.metric import Metric, sum_dtype
 from torchstrategy.metrics.metric_inputs import matching_weight, same_shape_pair
 
-__all__ = ["AUC"]
+__all__ = ["AUC", "PrecisionAtRecall", "RecallAtPrecision", "SensitivityAtSpecificity", "SpecificityAtSensitivity"]
 
 _EPSILON = 1e-7  # keras.backend.epsilon(): the first and the last threshold lie so far outside [0, 1]
 
@@ -174,6 +181,184 @@ class AUC(Metric):
             )
         if self.label_weights is not None:
             _label_tensor(self.label_weights, scores.shape[1])
+
+
+class _BestAt(ConfusionMetric):
+    """The best of one rate at the thresholds where another one is at least a given value.
+
+    Args:
+        least: the least value of the first of ``_rates``, in [0, 1].
+        num_thresholds: how many thresholds, evenly spaced from 0 to 1; a single one is 0.5.
+        class_id: the class, an index of the last dimension, that alone is looked at; ``None`` means all.
+        name: the metric's name, for logs; ``None`` means the class's name in snake case.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+    """
+
+    _kept = STATES
+    _rates: ClassVar[tuple[str, str]]
+    #: For each rate the count in its numerator, and what is added to that in its denominator.
+    _parts: ClassVar = {
+        "precision": ("true_positives", "false_positives"),
+        "recall": ("true_positives", "false_negatives"),
+        "sensitivity": ("true_positives", "false_negatives"),
+        "specificity": ("true_negatives", "false_positives"),
+    }
+
+    def __init__(
+        self, least: float, num_thresholds: int, class_id: int | None, name: str | None, dtype: torch.dtype | str | None
+    ) -> None:
+        if not 0 <= least <= 1:
+            raise ValueError(f"{self._rates[0]} must be in [0, 1]. Received: {least}")
+        if num_thresholds < 1:
+            raise ValueError(f"num_thresholds must be at least 1. Received: {num_thresholds}")
+        thresholds = [i / (num_thresholds - 1) for i in range(num_thresholds)] if num_thresholds > 1 else [0.5]
+        super().__init__(thresholds, class_id=class_id, name=name, dtype=dtype)
+        setattr(self, self._rates[0], least)
+        self.num_thresholds = num_thresholds
+
+    def result(self) -> Tensor:
+        """Return the best rate since the last reset; 0 if no threshold has the other one.
+
+        In replica context this is the replica's own, in cross-replica context the one over all replicas.
+        """
+        given, best = (self._rate(name) for name in self._rates)
+        return torch.where(given >= getattr(self, self._rates[0]), best, 0.0).amax()
+
+    def _rate(self, name: str) -> Tensor:
+        hits, others = (getattr(self, state) for state in self._parts[name])
+        return divide_no_nan(hits, hits + others)
+
+
+class PrecisionAtRecall(_BestAt):
+    """The best precision at the thresholds whose recall is at least a given one; 0 if there is none.
+
+    Args:
+        recall: the least recall, true positives over positive labels.
+        num_thresholds: how many thresholds, evenly spaced from 0 to 1; a single one is 0.5.
+        class_id: the class, an index of the last dimension, that alone is looked at; ``None`` means all.
+        name: the metric's name, for logs; ``None`` means ``"precision_at_recall"``.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+
+    Raises:
+        ValueError: ``recall`` is outside [0, 1], ``num_thresholds`` less than 1 or ``class_id`` negative.
+
+    Example:
+        >>> metric = ts.metrics.PrecisionAtRecall(0.5)
+        >>> metric.update_state([0, 0, 0, 1, 1], [0.0, 0.3, 0.8, 0.3, 0.8])
+        >>> metric.result()
+        tensor(0.5000)
+    """
+
+    _rates = ("recall", "precision")
+
+    def __init__(
+        self,
+        recall: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(recall, num_thresholds, class_id, name, dtype)
+
+
+class RecallAtPrecision(_BestAt):
+    """The best recall at the thresholds whose precision is at least a given one; 0 if there is none.
+
+    Args:
+        precision: the least precision, true positives over positive predictions.
+        num_thresholds: how many thresholds, evenly spaced from 0 to 1; a single one is 0.5.
+        class_id: the class, an index of the last dimension, that alone is looked at; ``None`` means all.
+        name: the metric's name, for logs; ``None`` means ``"recall_at_precision"``.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+
+    Raises:
+        ValueError: ``precision`` is outside [0, 1], ``num_thresholds`` less than 1 or ``class_id`` negative.
+
+    Example:
+        >>> metric = ts.metrics.RecallAtPrecision(0.5)
+        >>> metric.update_state([0, 0, 0, 1, 1], [0.0, 0.3, 0.8, 0.3, 0.8])
+        >>> metric.result()
+        tensor(1.)
+    """
+
+    _rates = ("precision", "recall")
+
+    def __init__(
+        self,
+        precision: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(precision, num_thresholds, class_id, name, dtype)
+
+
+class SensitivityAtSpecificity(_BestAt):
+    """The best sensitivity at the thresholds whose specificity is at least a given one; 0 if there is none.
+
+    Args:
+        specificity: the least specificity, true negatives over negative labels.
+        num_thresholds: how many thresholds, evenly spaced from 0 to 1; a single one is 0.5.
+        class_id: the class, an index of the last dimension, that alone is looked at; ``None`` means all.
+        name: the metric's name, for logs; ``None`` means ``"sensitivity_at_specificity"``.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+
+    Raises:
+        ValueError: ``specificity`` is outside [0, 1], ``num_thresholds`` less than 1 or ``class_id`` negative.
+
+    Example:
+        >>> metric = ts.metrics.SensitivityAtSpecificity(0.5)
+        >>> metric.update_state([0, 0, 0, 1, 1], [0.0, 0.3, 0.8, 0.3, 0.8])
+        >>> metric.result()
+        tensor(0.5000)
+    """
+
+    _rates = ("specificity", "sensitivity")
+
+    def __init__(
+        self,
+        specificity: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(specificity, num_thresholds, class_id, name, dtype)
+
+
+class SpecificityAtSensitivity(_BestAt):
+    """The best specificity at the thresholds whose sensitivity is at least a given one; 0 if there is none.
+
+    Args:
+        sensitivity: the least sensitivity, true positives over positive labels.
+        num_thresholds: how many thresholds, evenly spaced from 0 to 1; a single one is 0.5.
+        class_id: the class, an index of the last dimension, that alone is looked at; ``None`` means all.
+        name: the metric's name, for logs; ``None`` means ``"specificity_at_sensitivity"``.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+
+    Raises:
+        ValueError: ``sensitivity`` is outside [0, 1], ``num_thresholds`` less than 1 or ``class_id`` negative.
+
+    Example:
+        >>> metric = ts.metrics.SpecificityAtSensitivity(0.5)
+        >>> metric.update_state([0, 0, 0, 1, 1], [0.0, 0.3, 0.8, 0.3, 0.8])
+        >>> metric.result()
+        tensor(0.6667)
+    """
+
+    _rates = ("sensitivity", "specificity")
+
+    def __init__(
+        self,
+        sensitivity: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(sensitivity, num_thresholds, class_id, name, dtype)
 
 
 def _label_tensor(label_weights: list[float], num_labels: int) -> Tensor:

@@ -20,6 +20,7 @@ from torchstrategy.metrics.metric_inputs import flaw_of, matching_weight, same_s
 
 __all__ = [
     "STATES",
+    "ConfusionMetric",
     "FalseNegatives",
     "FalsePositives",
     "Precision",
@@ -36,7 +37,7 @@ __all__ = [
 STATES = ("true_positives", "false_positives", "true_negatives", "false_negatives")
 
 
-class _ConfusionMetric(Metric):
+class ConfusionMetric(Metric):
     """Keeps some of the four counts for each threshold.
 
     Args:
@@ -103,7 +104,7 @@ class _ConfusionMetric(Metric):
         return values[0] if len(self.thresholds) == 1 else values
 
 
-class Precision(_ConfusionMetric):
+class Precision(ConfusionMetric):
     """What fraction of the positive predictions is right: ``true_positives / (true_positives + false_positives)``.
 
     Made in a strategy's scope, ``result()`` in cross-replica context is that of all examples of all replicas. It is 0
@@ -142,7 +143,7 @@ class Precision(_ConfusionMetric):
         return self._one_for_each_threshold(divide_no_nan(self.true_positives, positive))
 
 
-class Recall(_ConfusionMetric):
+class Recall(ConfusionMetric):
     """What fraction of the positive labels is predicted: ``true_positives / (true_positives + false_negatives)``.
 
     Made in a strategy's scope, ``result()`` in cross-replica context is that of all examples of all replicas. It is 0
@@ -182,7 +183,7 @@ class Recall(_ConfusionMetric):
         )
 
 
-class _Count(_ConfusionMetric):
+class _Count(ConfusionMetric):
     """One of the four counts.
 
     Args:

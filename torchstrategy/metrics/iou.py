@@ -13,7 +13,7 @@ from torchstrategy.metrics.confusion import divide_no_nan
 from torchstrategy.metrics.metric import Metric
 from torchstrategy.metrics.metric_inputs import as_pair, flaw_of, matching_weight, same_shape_pair
 
-__all__ = ["IoU", "MeanIoU"]
+__all__ = ["BinaryIoU", "IoU", "MeanIoU", "OneHotIoU", "OneHotMeanIoU"]
 
 
 class IoU(Metric):
@@ -174,3 +174,111 @@ class MeanIoU(IoU):
         axis: int = -1,
     ) -> None:
         super().__init__(num_classes, range(num_classes), name, dtype, ignore_class, sparse_y_true, sparse_y_pred, axis)
+
+
+class BinaryIoU(IoU):
+    """Mean intersection over union of the classes 0 and 1, or of one of them, for predictions and a threshold.
+
+    Made in a strategy's scope, ``result()`` in cross-replica context is that of all examples of all replicas. Classes
+    that neither occur nor are predicted are left out of the mean.
+
+    Args:
+        target_class_ids: the classes in the mean, of 0 and 1.
+        threshold: predictions that are not below it mean 1. For logits, use 0.
+        name: the metric's name, for logs; ``None`` means ``"binary_io_u"``, as in tf.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+
+    ``update_state(y_true, y_pred, sample_weight)`` takes labels 0 and 1 and predictions of one shape, ``[batch, ...]``.
+
+    Raises:
+        ValueError: a target class is neither 0 nor 1, or there is none.
+
+    Example:
+        >>> metric = ts.metrics.BinaryIoU(threshold=0.3)
+        >>> metric.update_state([0, 1, 0, 1], [0.1, 0.2, 0.4, 0.7])
+        >>> metric.result()
+        tensor(0.3333)
+    """
+
+    def __init__(
+        self,
+        target_class_ids: Sequence[int] = (0, 1),
+        threshold: float = 0.5,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(2, target_class_ids, name, dtype)
+        self.threshold = threshold
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # noqa: D102 - the base class's
+        labels, scores = as_pair(y_true, y_pred)
+        above = (scores >= self.threshold).to(torch.float32)
+        super().update_state(labels, torch.where(scores.isnan(), torch.nan, above), sample_weight)  # which refuses nan
+
+
+class OneHotIoU(IoU):
+    """Mean intersection over union of some classes for one-hot labels: ``ts.metrics.IoU`` with ``sparse_y_true=False``.
+
+    Args:
+        num_classes: the number of classes.
+        target_class_ids: the classes in the mean.
+        name: the metric's name, for logs; ``None`` means ``"one_hot_io_u"``, as in tf.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+        ignore_class: the class of labels that don't count; ``None`` means none.
+        sparse_y_pred: predictions are class ids; otherwise they are logits or probabilities along ``axis``.
+        axis: the dimension of the classes.
+
+    Raises:
+        ValueError: there is no class, or a target class is not one of them.
+
+    Example:
+        >>> metric = ts.metrics.OneHotIoU(num_classes=3, target_class_ids=[0, 2])
+        >>> metric.update_state([[0, 0, 1], [1, 0, 0], [0, 1, 0]], [[0.2, 0.3, 0.5], [0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+        >>> metric.result()
+        tensor(0.2500)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        target_class_ids: Sequence[int],
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        ignore_class: int | None = None,
+        sparse_y_pred: bool = False,  # noqa: FBT001, FBT002 - tf's arguments
+        axis: int = -1,
+    ) -> None:
+        super().__init__(num_classes, target_class_ids, name, dtype, ignore_class, False, sparse_y_pred, axis)  # noqa: FBT003
+
+
+class OneHotMeanIoU(MeanIoU):
+    """Mean intersection over union of all classes for one-hot labels: ``MeanIoU`` with ``sparse_y_true=False``.
+
+    Args:
+        num_classes: the number of classes.
+        name: the metric's name, for logs; ``None`` means ``"one_hot_mean_io_u"``, as in tf.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+        ignore_class: the class of labels that don't count; ``None`` means none.
+        sparse_y_pred: predictions are class ids; otherwise they are logits or probabilities along ``axis``.
+        axis: the dimension of the classes.
+
+    Raises:
+        ValueError: there is no class.
+
+    Example:
+        >>> metric = ts.metrics.OneHotMeanIoU(num_classes=2)
+        >>> metric.update_state([[1, 0], [1, 0], [0, 1]], [[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]])
+        >>> metric.result()
+        tensor(0.5000)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        name: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        ignore_class: int | None = None,
+        sparse_y_pred: bool = False,  # noqa: FBT001, FBT002 - tf's arguments
+        axis: int = -1,
+    ) -> None:
+        super().__init__(num_classes, name, dtype, ignore_class, False, sparse_y_pred, axis)  # noqa: FBT003

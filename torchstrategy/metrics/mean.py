@@ -1,9 +1,8 @@
-"""Weighted sums and means of what they are given, and means of a function of labels and predictions.
+"""Weighted sums and means of what they are given, and means of a function of labels and predictions, such as a loss.
 
-Sums are kept in ``float64`` whatever the values' dtype, so that the order and number of updates don't show.
-
-Errors are computed in ``float64``. Every example counts once, whatever the shape: tf counts a call with values of one
-dimension as one example, however many there are.
+Sums are kept in ``float64`` whatever the values' dtype, so that the order and number of updates don't show. Every
+example counts once, whatever the shape: tf counts a call with values of one dimension as one example, however many
+there are.
 """
 
 from __future__ import annotations
@@ -14,20 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy import errors
-from torchstrategy.metrics.metric import Metric, sum_dtype
-from torchstrategy.metrics.metric_inputs import as_tensor, matching_weight, same_shape_pair
+from torchstrategy import errors, losses
+from torchstrategy.metrics.metric import Metric
+from torchstrategy.metrics.metric_inputs import as_pair, as_tensor, check_example_axis, matching_weight
 
 __all__ = [
-    "AccuracyBaseline",
+    "BinaryCrossentropy",
+    "CategoricalCrossentropy",
+    "CategoricalHinge",
+    "Hinge",
+    "KLDivergence",
     "Mean",
-    "MeanAbsoluteError",
-    "MeanAbsolutePercentageError",
     "MeanMetricWrapper",
-    "MeanSquaredError",
-    "RootMeanSquaredError",
+    "Poisson",
+    "SparseCategoricalCrossentropy",
+    "SquaredHinge",
     "Sum",
     "WeightedMean",
+    "value_of_loss",
 ]
 
 
@@ -111,8 +114,7 @@ class Sum(Metric):
 
     Args:
         name: the metric's name, for logs.
-        dtype: dtype of the result; ``None`` means torch's default dtype at construction. The sum is kept in
-            ``float64``.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
 
     Example:
         >>> metric = ts.metrics.Sum()
@@ -164,11 +166,7 @@ class MeanMetricWrapper(WeightedMean):
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str | None = None,
-        dtype: torch.dtype | str | None = None,
-        **kwargs: Any,
+        self, fn: Callable[..., Any], name: str | None = None, dtype: torch.dtype | str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(name, dtype)
         self.fn = fn
@@ -195,141 +193,198 @@ class MeanMetricWrapper(WeightedMean):
         self._add(values, sample_weight)
 
 
-_SMALLEST_DIVISOR = 1e-7  # keras.backend.epsilon()
+def value_of_loss(y_true: Any, y_pred: Any, loss: Callable[..., Tensor], **kwargs: Any) -> Tensor:
+    """Return the losses of examples for a metric.
+
+    Raises:
+        InvalidArgumentError: ``axis`` is that of the examples, so that the number would depend on how they are split.
+    """
+    labels, scores = as_pair(y_true, y_pred)
+    if scores.ndim == 1:  # losses take the mean over the last axis, which is that of the examples here
+        scores = scores.unsqueeze(-1)
+    check_example_axis(kwargs.get("axis", -1), scores)
+    return loss(labels, scores, **kwargs)
 
 
-class MeanSquaredError(MeanMetricWrapper):
-    """Mean of ``(y_true - y_pred) ** 2``.
+class BinaryCrossentropy(MeanMetricWrapper):
+    """Mean of ``ts.losses.binary_crossentropy``, which takes what ``update_state`` takes.
+
+    Args:
+        name: the metric's name, for logs.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
+        from_logits: whether predictions are logits.
+        label_smoothing: the part of each label that is moved to 0.5, from 0 to 1.
+
+    Example:
+        >>> metric = ts.metrics.BinaryCrossentropy()
+        >>> metric.update_state([[0], [1]], [[0.5], [0.5]])
+        >>> metric.result()
+        tensor(0.6931)
+    """
+
+    def __init__(
+        self,
+        name: str = "binary_crossentropy",
+        dtype: torch.dtype | str | None = None,
+        from_logits: bool = False,  # noqa: FBT001, FBT002 - tf's arguments
+        label_smoothing: float = 0.0,
+    ) -> None:
+        options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+        super().__init__(value_of_loss, name, dtype, loss=losses.binary_crossentropy, **options)
+
+
+class CategoricalCrossentropy(MeanMetricWrapper):
+    """Mean of ``ts.losses.categorical_crossentropy``, which takes what ``update_state`` takes.
+
+    Args:
+        name: the metric's name, for logs.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
+        from_logits: whether predictions are logits.
+        label_smoothing: the part of each label that is spread over all classes, from 0 to 1.
+        axis: the classes' axis, which is not the first one.
+
+    Example:
+        >>> metric = ts.metrics.CategoricalCrossentropy()
+        >>> metric.update_state([[0, 1]], [[0.5, 0.5]])
+        >>> metric.result()
+        tensor(0.6931)
+    """
+
+    def __init__(
+        self,
+        name: str = "categorical_crossentropy",
+        dtype: torch.dtype | str | None = None,
+        from_logits: bool = False,  # noqa: FBT001, FBT002 - tf's arguments
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+    ) -> None:
+        options = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
+        super().__init__(value_of_loss, name, dtype, loss=losses.categorical_crossentropy, **options)
+
+
+class SparseCategoricalCrossentropy(MeanMetricWrapper):
+    """Mean of ``ts.losses.sparse_categorical_crossentropy``, which takes what ``update_state`` takes.
+
+    Args:
+        name: the metric's name, for logs.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
+        from_logits: whether predictions are logits.
+        ignore_class: a label that does not count; the mean is over the others.
+        axis: the classes' axis, which is not the first one.
+
+    Example:
+        >>> metric = ts.metrics.SparseCategoricalCrossentropy()
+        >>> metric.update_state([1], [[0.5, 0.5]])
+        >>> metric.result()
+        tensor(0.6931)
+    """
+
+    def __init__(
+        self,
+        name: str = "sparse_categorical_crossentropy",
+        dtype: torch.dtype | str | None = None,
+        from_logits: bool = False,  # noqa: FBT001, FBT002 - tf's arguments
+        ignore_class: int | None = None,
+        axis: int = -1,
+    ) -> None:
+        options = {"from_logits": from_logits, "ignore_class": ignore_class, "axis": axis}
+        super().__init__(value_of_loss, name, dtype, loss=losses.sparse_categorical_crossentropy, **options)
+        self.ignore_class = ignore_class
+        self.axis = axis
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # noqa: D102 - the base class's
+        if self.ignore_class is not None:
+            labels, scores = as_pair(y_true, y_pred)
+            counts = (labels.squeeze(self.axis) if labels.ndim == scores.ndim else labels) != self.ignore_class
+            sample_weight = matching_weight(sample_weight, counts, self.count.dtype) * counts
+        super().update_state(y_true, y_pred, sample_weight)
+
+
+class KLDivergence(MeanMetricWrapper):
+    """Mean of ``ts.losses.kl_divergence``, which takes what ``update_state`` takes.
 
     Args:
         name: the metric's name, for logs.
         dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
 
-    ``update_state(y_true, y_pred, sample_weight)`` takes numbers of one shape, ``[batch, ...]``.
-
     Example:
-        >>> metric = ts.metrics.MeanSquaredError()
-        >>> metric.update_state([[0.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
+        >>> metric = ts.metrics.KLDivergence()
+        >>> metric.update_state([[0.5, 0.5]], [[0.25, 0.75]])
         >>> metric.result()
-        tensor(0.2500)
+        tensor(0.1438)
     """
 
-    def __init__(self, name: str = "mean_squared_error", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(_squared, name, dtype)
+    def __init__(self, name: str = "kl_divergence", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(value_of_loss, name, dtype, loss=losses.kl_divergence)
 
 
-class RootMeanSquaredError(MeanMetricWrapper):
-    """Square root of the mean of ``(y_true - y_pred) ** 2`` over all examples.
+class Poisson(MeanMetricWrapper):
+    """Mean of ``ts.losses.poisson``, which takes what ``update_state`` takes.
 
     Args:
         name: the metric's name, for logs.
         dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
 
-    ``update_state(y_true, y_pred, sample_weight)`` takes numbers of one shape, ``[batch, ...]``.
-
     Example:
-        >>> metric = ts.metrics.RootMeanSquaredError()
-        >>> metric.update_state([[0.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
+        >>> metric = ts.metrics.Poisson()
+        >>> metric.update_state([[1.0]], [[2.0]])
         >>> metric.result()
-        tensor(0.5000)
+        tensor(1.3069)
     """
 
-    def __init__(self, name: str = "root_mean_squared_error", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(_squared, name, dtype)
-
-    def result(self) -> Tensor:
-        """Return the square root of the mean over all examples since the last reset; 0 if there were none.
-
-        In replica context this is the replica's own, in cross-replica context the one over all replicas.
-        """
-        return self._mean().sqrt()
+    def __init__(self, name: str = "poisson", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(value_of_loss, name, dtype, loss=losses.poisson)
 
 
-class MeanAbsoluteError(MeanMetricWrapper):
-    """Mean of ``abs(y_true - y_pred)``.
+class Hinge(MeanMetricWrapper):
+    """Mean of ``ts.losses.hinge``, which takes what ``update_state`` takes.
 
     Args:
         name: the metric's name, for logs.
         dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
 
-    ``update_state(y_true, y_pred, sample_weight)`` takes numbers of one shape, ``[batch, ...]``.
-
     Example:
-        >>> metric = ts.metrics.MeanAbsoluteError()
-        >>> metric.update_state([[0.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
+        >>> metric = ts.metrics.Hinge()
+        >>> metric.update_state([[-1.0, 1.0]], [[0.5, 0.5]])
         >>> metric.result()
-        tensor(0.2500)
+        tensor(1.)
     """
 
-    def __init__(self, name: str = "mean_absolute_error", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(_absolute, name, dtype)
+    def __init__(self, name: str = "hinge", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(value_of_loss, name, dtype, loss=losses.hinge)
 
 
-class MeanAbsolutePercentageError(MeanMetricWrapper):
-    """Mean of ``100 * abs(y_true - y_pred) / abs(y_true)``; labels nearer to 0 than 1e-7 count as 1e-7.
+class SquaredHinge(MeanMetricWrapper):
+    """Mean of ``ts.losses.squared_hinge``, which takes what ``update_state`` takes.
 
     Args:
         name: the metric's name, for logs.
         dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
 
-    ``update_state(y_true, y_pred, sample_weight)`` takes numbers of one shape, ``[batch, ...]``.
-
     Example:
-        >>> metric = ts.metrics.MeanAbsolutePercentageError()
-        >>> metric.update_state([2.0, 4.0], [1.0, 5.0])
+        >>> metric = ts.metrics.SquaredHinge()
+        >>> metric.update_state([[-1.0, 1.0]], [[0.5, 0.5]])
         >>> metric.result()
-        tensor(37.5000)
+        tensor(1.2500)
     """
 
-    def __init__(self, name: str = "mean_absolute_percentage_error", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(_percentage, name, dtype)
+    def __init__(self, name: str = "squared_hinge", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(value_of_loss, name, dtype, loss=losses.squared_hinge)
 
 
-def _pair(y_true: Any, y_pred: Any) -> tuple[Tensor, Tensor]:
-    labels, predictions = same_shape_pair(y_true, y_pred)
-    return labels.to(sum_dtype()), predictions.to(sum_dtype())
-
-
-def _over_last(values: Tensor) -> Tensor:
-    """Average over the last dimension, as tf's functions do: weights may be given for each of the other elements."""
-    return values.mean(-1) if values.ndim > 1 else values
-
-
-def _squared(y_true: Any, y_pred: Any) -> Tensor:
-    labels, predictions = _pair(y_true, y_pred)
-    return _over_last((labels - predictions).square())
-
-
-def _absolute(y_true: Any, y_pred: Any) -> Tensor:
-    labels, predictions = _pair(y_true, y_pred)
-    return _over_last((labels - predictions).abs())
-
-
-def _percentage(y_true: Any, y_pred: Any) -> Tensor:
-    labels, predictions = _pair(y_true, y_pred)
-    return _over_last(100 * (labels - predictions).abs() / labels.abs().clamp_min(_SMALLEST_DIVISOR))
-
-
-class AccuracyBaseline(WeightedMean):
-    """The accuracy of always predicting the more frequent one of the labels 0 and 1.
+class CategoricalHinge(MeanMetricWrapper):
+    """Mean of ``ts.losses.categorical_hinge``, which takes what ``update_state`` takes.
 
     Args:
-        name: the metric's name.
+        name: the metric's name, for logs.
+        dtype: dtype of the result; ``None`` means torch's default dtype at construction. Sums are kept in ``float64``.
+
+    Example:
+        >>> metric = ts.metrics.CategoricalHinge()
+        >>> metric.update_state([[0.0, 1.0]], [[0.5, 0.75]])
+        >>> metric.result()
+        tensor(0.7500)
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-
-    def update_state(self, labels: Any, sample_weight: Any = None) -> None:
-        """Add the labels of a batch.
-
-        Args:
-            labels: numbers in [0, 1], ``[batch, ...]``.
-            sample_weight: as for ``ts.metrics.Mean``.
-        """
-        self._add(as_tensor(labels), sample_weight)
-
-    def result(self) -> Tensor:
-        """Return the larger one of the classes' shares; 0 if there were no labels."""
-        mean = self._mean()
-        return torch.where(self.count == 0, 0.0, torch.maximum(mean, 1 - mean))
+    def __init__(self, name: str = "categorical_hinge", dtype: torch.dtype | str | None = None) -> None:
+        super().__init__(value_of_loss, name, dtype, loss=losses.categorical_hinge)

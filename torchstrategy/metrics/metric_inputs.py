@@ -6,7 +6,7 @@ Shapes that don't fit raise, where broadcasting would give a wrong number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torchstrategy import errors
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.values import DistributedValues
 
-__all__ = ["as_pair", "as_tensor", "flaw_of", "matching_weight", "same_shape_pair"]
+__all__ = ["as_pair", "as_tensor", "check_example_axis", "flaw_of", "matching_weight", "same_shape_pair"]
 
 
 def as_tensor(value: Any, device: torch.device | None = None) -> Tensor:
@@ -60,6 +60,20 @@ def same_shape_pair(y_true: Any, y_pred: Any, remedy: str = "(Labels come first,
             f"{tuple(labels.shape)}, y_pred {tuple(predictions.shape)}. {remedy}"
         )
     return fitting_labels, fitting_predictions
+
+
+def check_example_axis(axis: int | Sequence[int], values: Tensor) -> None:
+    """Refuse to reduce over the examples, which would make a metric depend on how they are split over replicas.
+
+    Raises:
+        InvalidArgumentError: ``axis`` has the first axis of ``[batch, ...]``, or one that is not there.
+    """
+    axes = [axis] if isinstance(axis, int) else list(axis)
+    if not axes or not all(-values.ndim < a < values.ndim and a != 0 for a in axes):
+        raise errors.InvalidArgumentError(
+            f"axis={axis} must be of y_pred and not its first one, that of the examples: replicas have different ones. "
+            f"Received y_pred of {tuple(values.shape)}, where [batch, ..., n] is expected."
+        )
 
 
 def flaw_of(invalid: Tensor, explain: Callable[[], Exception]) -> Tensor | None:

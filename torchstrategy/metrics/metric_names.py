@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchstrategy import losses
 from torchstrategy.base.names import find, snake_case
-from torchstrategy.metrics import auc, classification, confusion, mean
+from torchstrategy.metrics import auc, classification, confusion, iou, mean, regression_metrics
 from torchstrategy.metrics.classification import equal_above, in_top_k_dense, in_top_k_sparse
-from torchstrategy.metrics.mean import MeanMetricWrapper
+from torchstrategy.metrics.mean import MeanMetricWrapper, value_of_loss
 from torchstrategy.metrics.metric_inputs import as_pair
 
 __all__ = ["REMEDY", "accuracy_by_shapes", "crossentropy_by_shapes", "get", "with_logits"]
@@ -32,20 +32,6 @@ _ALIASES = {
     "mse": "mean_squared_error",
     "msle": "mean_squared_logarithmic_error",
     "rmse": "root_mean_squared_error",
-}
-#: Metrics of tf.keras that are means of losses, by their names and those of their classes.
-_MEANS_OF_LOSSES = {
-    "binary_crossentropy": ("BinaryCrossentropy", losses.binary_crossentropy),
-    "categorical_crossentropy": ("CategoricalCrossentropy", losses.categorical_crossentropy),
-    "categorical_hinge": ("CategoricalHinge", losses.categorical_hinge),
-    "cosine_similarity": ("CosineSimilarity", losses.cosine_similarity),
-    "hinge": ("Hinge", losses.hinge),
-    "kl_divergence": ("KLDivergence", losses.kl_divergence),
-    "log_cosh_error": ("LogCoshError", losses.log_cosh),
-    "mean_squared_logarithmic_error": ("MeanSquaredLogarithmicError", losses.mean_squared_logarithmic_error),
-    "poisson": ("Poisson", losses.poisson),
-    "sparse_categorical_crossentropy": ("SparseCategoricalCrossentropy", losses.sparse_categorical_crossentropy),
-    "squared_hinge": ("SquaredHinge", losses.squared_hinge),
 }
 _CROSSENTROPIES = (
     losses.binary_crossentropy,
@@ -129,7 +115,7 @@ def _accuracy(y_true: Any, y_pred: Any, threshold: float, axis: int) -> Tensor:
 def _crossentropy(y_true: Any, y_pred: Any, from_logits: bool, axis: int) -> Tensor:  # noqa: FBT001
     labels, scores, kind = _with_classes_last(y_true, y_pred, axis)
     if kind == "binary":
-        return _value_of_loss(labels, scores, losses.binary_crossentropy, from_logits=from_logits)
+        return value_of_loss(labels, scores, losses.binary_crossentropy, from_logits=from_logits)
     fn = losses.sparse_categorical_crossentropy if kind == "sparse" else losses.categorical_crossentropy
     return fn(labels, scores, from_logits=from_logits)
 
@@ -146,28 +132,15 @@ def _with_classes_last(y_true: Any, y_pred: Any, axis: int) -> tuple[Tensor, Ten
     return labels, scores, "sparse" if is_sparse else "categorical"
 
 
-def _value_of_loss(y_true: Any, y_pred: Any, loss: Callable[..., Tensor], **kwargs: Any) -> Tensor:
-    labels, scores = as_pair(y_true, y_pred)
-    if scores.ndim == 1:  # losses take the mean over the last axis, which is that of the examples here
-        scores = scores.unsqueeze(-1)
-    values = loss(labels, scores, **kwargs)
-    return -values if loss is losses.cosine_similarity else values
-
-
-def _maker_of_mean(name: str, loss: Callable[..., Tensor]) -> Callable[[], MeanMetricWrapper]:
-    return lambda: MeanMetricWrapper(_value_of_loss, name, loss=loss)
-
-
 def _makers() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
-    for module in (auc, classification, confusion, mean):
+    for module in (auc, classification, confusion, iou, mean, regression_metrics):
         for name in module.__all__:
             cls = getattr(module, name)
-            # The others, which are no complete metrics or need arguments, are only reached as classes.
-            if inspect.isclass(cls) and name not in ("MeanMetricWrapper", "WeightedMean"):
+            is_complete = inspect.isclass(cls) and cls not in (confusion.ConfusionMetric, mean.WeightedMean)
+            # Those that need arguments are only reached as classes.
+            if is_complete and not any(p.default is p.empty for p in inspect.signature(cls).parameters.values()):
                 found[name] = found[snake_case(name)] = cls
-    for name, (class_name, loss) in _MEANS_OF_LOSSES.items():
-        found[name] = found[class_name] = _maker_of_mean(name, loss)
     return found | {alias: found[name] for alias, name in _ALIASES.items()}
 
 

@@ -159,7 +159,7 @@ class BinaryClassHead(Head):
 
 
 def _accuracy_baseline() -> Any:
-    from torchstrategy.metrics.mean import AccuracyBaseline  # noqa: PLC0415 - loads torchmetrics
+    from torchstrategy.metrics.classification import AccuracyBaseline  # noqa: PLC0415 - loads torchmetrics
 
     return AccuracyBaseline(MetricKeys.ACCURACY_BASELINE)
 

@@ -3,9 +3,8 @@
 from torchstrategy.fit.callbacks.backup import BackupAndRestore
 from torchstrategy.fit.callbacks.callback import Callback, History
 from torchstrategy.fit.callbacks.callback_list import CallbackList, LambdaCallback
-from torchstrategy.fit.callbacks.csv_logger import CSVLogger
 from torchstrategy.fit.callbacks.model_checkpoint import ModelCheckpoint
-from torchstrategy.fit.callbacks.progress import ProgbarLogger
+from torchstrategy.fit.callbacks.progress import CSVLogger, ProgbarLogger
 from torchstrategy.fit.callbacks.rates import LearningRateScheduler, ReduceLROnPlateau, TorchLRScheduler
 from torchstrategy.fit.callbacks.stopping import EarlyStopping, TerminateOnNaN
 from torchstrategy.fit.callbacks.tensorboard import TensorBoard
