@@ -35,6 +35,15 @@ def test_reduction_equals_tfs_strings():
             ts.losses.MeanSquaredError(reduction=bad)
 
 
+def test_configs():
+    loss = ts.losses.Huber(0.5, reduction="sum", name="bend")
+    assert loss.get_config() == {"delta": 0.5, "reduction": "sum", "name": "bend"}
+    for name in set(ts.losses.__all__) - {"Loss", "Reduction"}:
+        if name[0].isupper():
+            config = getattr(ts.losses, name)().get_config()
+            assert getattr(ts.losses, name).from_config(config).get_config() == config
+
+
 @pytest.mark.parametrize("reduction", ["auto", "sum_over_batch_size", "mean", "mean_with_sample_weight"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_means_are_refused_under_a_strategy(reduction, num_replicas):

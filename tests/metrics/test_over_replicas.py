@@ -1,5 +1,6 @@
 """Every metric under tf's names, over replicas with uneven and empty shares: equal to one that saw all the data."""
 
+import json
 import pickle
 import warnings
 
@@ -277,6 +278,19 @@ def test_pickles(name):
     copied = pickle.loads(pickle.dumps(metric))  # a plain metric of what replica 0 saw
     assert type(copied) is type(METRICS[name][0]())
     assert torch.equal(copied.result(), strategy.experimental_local_results(metric)[0].result())
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_config_makes_an_equal_metric(name):
+    metric = METRICS[name][0]()
+    config = metric.get_config()
+    assert (config["name"], config["dtype"]) == (metric.name, "float64")
+    if name != "MeanMetricWrapper":  # whose function stays one
+        config = json.loads(json.dumps(config))
+    equal = type(metric).from_config(config)
+    assert equal.get_config() == metric.get_config()
+    equal.update_state(*data(name))
+    assert torch.equal(equal.result(), expected(name))
 
 
 def test_made_outside_the_scope():

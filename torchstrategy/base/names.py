@@ -1,16 +1,23 @@
-"""What a name such as ``"mse"`` stands for, what was probably meant if nothing does; names of classes and of ranks."""
+"""What a name such as ``"mse"`` stands for, what was probably meant if nothing does; names of classes and of ranks.
+
+And what such classes were made with, as Keras lists it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import enum
+import inspect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Self
 
 __all__ = [
+    "Configurable",
     "alike",
     "difference_of_ranks",
     "dtype_name",
@@ -55,6 +62,43 @@ def find(name: str, known: Mapping[str, _T], argument: str, remedy: str) -> _T:
         f"Did you mean {' or '.join(map(repr, similar))}?" if similar else f"Known names: {', '.join(sorted(known))}."
     )
     raise ValueError(f"{argument}{name!r} is not known. {meant} {remedy}")
+
+
+class Configurable:
+    """What can say the arguments of its class that make an equal one, if it keeps each under its name."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal object: names, and numbers, strings or lists of them where it can be.
+
+        Raises:
+            NotImplementedError: the object does not keep one of its arguments under the argument's name.
+        """
+        config = {}
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            try:
+                value = self._argument(name)
+            except AttributeError as error:
+                raise NotImplementedError(
+                    f"{type(self).__name__} does not keep its argument {name!r} as an attribute: set self.{name} in "
+                    "__init__, or define get_config."
+                ) from error
+            value = value.value if isinstance(value, enum.Enum) else value
+            config[name] = dtype_name(value) if isinstance(value, torch.dtype) else value
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return a new object for what ``get_config`` returned.
+
+        Args:
+            config: the arguments by their names.
+        """
+        return cls(**config)
+
+    def _argument(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 def snake_case(name: str) -> str:

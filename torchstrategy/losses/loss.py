@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchstrategy import errors
 from torchstrategy.base.context import get_strategy, has_strategy, set_within
+from torchstrategy.base.names import Configurable
 
 __all__ = [
     "EPSILON",
@@ -158,7 +159,7 @@ class Reduction(str, enum.Enum):
             ) from None
 
 
-class Loss:
+class Loss(Configurable):
     """Base class of losses: calls ``call``, weighs its result and reduces it.
 
     A subclass defines ``call(y_true, y_pred)``, which returns one loss for each example.

@@ -150,6 +150,9 @@ class AUC(Metric):
             heights = (torch.minimum if self.summation_method == "minoring" else torch.maximum)(y[:-1], y[1:])
         return self._mean_over_labels(((x[:-1] - x[1:]) * heights).sum(0))
 
+    def _argument(self, name: str) -> Any:
+        return self.thresholds[1:-1] if name == "thresholds" else super()._argument(name)
+
     def _interpolated_precision(self) -> Tensor:
         """Return the area of each interval, from the integral of precision over true positives.
 
@@ -187,11 +190,7 @@ class _BestAt(ConfusionMetric):
     """The best of one rate at the thresholds where another one is at least a given value.
 
     Args:
-        least: the least value of the first of ``_rates``, in [0, 1].
-        num_thresholds: how many thresholds, evenly spaced from 0 to 1; a single one is 0.5.
-        class_id: the class, an index of the last dimension, that alone is looked at; ``None`` means all.
-        name: the metric's name, for logs; ``None`` means the class's name in snake case.
-        dtype: dtype of the result; ``None`` means torch's default dtype at construction.
+        least: the least value of the first of ``_rates``, in [0, 1]; the others are those of the public classes.
     """
 
     _kept = STATES

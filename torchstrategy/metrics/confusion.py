@@ -100,6 +100,9 @@ class ConfusionMetric(Metric):
             added = counts[state] if flaw is None else counts[state] + flaw
             setattr(self, state, own + added.squeeze(1).to(own))
 
+    def _argument(self, name: str) -> Any:
+        return None if name == "thresholds" and self.thresholds == [-math.inf] else super()._argument(name)
+
     def _one_for_each_threshold(self, values: Tensor) -> Tensor:
         return values[0] if len(self.thresholds) == 1 else values
 

@@ -172,6 +172,12 @@ class MeanMetricWrapper(WeightedMean):
         self.fn = fn
         self.fn_kwargs = kwargs
 
+    def get_config(self) -> dict[str, Any]:  # noqa: D102 - the base class's
+        return super().get_config() | (self.fn_kwargs if type(self) is MeanMetricWrapper else {})
+
+    def _argument(self, name: str) -> Any:
+        return self.fn_kwargs[name] if name in self.fn_kwargs else super()._argument(name)
+
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch. As in tf, labels come first; torchmetrics' own metrics take predictions first.
 

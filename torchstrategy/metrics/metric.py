@@ -19,7 +19,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import warn_once
-from torchstrategy.base.names import snake_case
+from torchstrategy.base.names import Configurable, snake_case
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.replicas.mirrored import bodies
 
@@ -38,7 +38,7 @@ class _UnassignedWeight:
     reduction: Any
 
 
-class Metric(torchmetrics.Metric):
+class Metric(Configurable, torchmetrics.Metric):
     """Base of the metrics under tf's names, and of your own: what they keep is a tensor on every replica.
 
     A subclass makes its states with ``add_weight`` in ``__init__`` and overrides ``update_state`` and ``result``.
