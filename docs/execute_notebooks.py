@@ -1,14 +1,15 @@
-"""Run the notebooks of the documentation and store what their cells print; needs the package's extra "docs".
+"""Run the notebooks of the documentation, or those named, and store what they print; needs the package's extra "docs".
 
 Without times and versions, so that a change of a notebook shows what it changed.
 """
 
+import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-for path in sorted(Path(__file__).parent.rglob("tutorials/*.ipynb")):
+for path in map(Path, sys.argv[1:] or sorted(Path(__file__).parent.glob("tutorials/*.ipynb"))):
     print(path)
     notebook = nbformat.read(path, as_version=4)
     folder = {"metadata": {"path": path.parent}}
