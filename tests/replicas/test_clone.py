@@ -1,7 +1,9 @@
 """What is copied for each replica, how the copies stay in step, and what is refused."""
 
 import gc
+import io
 import threading
+import types
 import warnings
 import weakref
 
@@ -12,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchstrategy as ts
+from torchstrategy.replicas.copies import tensors_held
 from torchstrategy.replicas.mirrored import bodies, mirror_of
 
 
@@ -441,6 +444,17 @@ def test_generator_on_a_module(strategy):
 
 
 # Lifetime.
+
+
+def test_a_thread_or_a_stream_does_not_lead_to_the_whole_program():
+    """TensorBoard's thread keeps ``sys.stderr``, from which one comes in a notebook to what all its cells have made."""
+
+    class KernelStream(io.StringIO):
+        kernel = None
+
+    thread, stream, own = threading.Thread(), KernelStream(), torch.ones(2)
+    thread.kernel = stream.kernel = types.SimpleNamespace(names={"images": torch.ones(3)})
+    assert [id(tensor) for tensor in tensors_held({"callbacks": [thread, stream], "own": own}, {})] == [id(own)]
 
 
 def add_hooks_that_refer_to(model):

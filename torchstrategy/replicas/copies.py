@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import threading
 import types
 import weakref
 from collections import deque
@@ -38,6 +40,10 @@ __all__ = [
     "tensors_held",
     "with_submodules",
 ]
+
+#: Modules say themselves what they hold; from a thread or a stream one comes to the whole program, in a notebook to all
+#: that its cells have made.
+_NOT_ENTERED = (*SCALARS, type, types.ModuleType, nn.Module, threading.Thread, io.IOBase)
 
 #: ``copy.deepcopy``'s memo: id of an object -> its copy.
 Memo = dict[int, Any]
@@ -138,7 +144,7 @@ def tensors_held(value: Any, known: Container[int]) -> list[Tensor]:
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if id(item) in seen or id(item) in known or isinstance(item, (*SCALARS, type, types.ModuleType, nn.Module)):
+        if id(item) in seen or id(item) in known or isinstance(item, _NOT_ENTERED):
             continue
         seen[id(item)] = item
         if isinstance(item, Tensor):
