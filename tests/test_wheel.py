@@ -1,9 +1,10 @@
-"""The README's script runs from an installed wheel, outside the checkout, under `python` and under `torchrun`."""
+"""What the wheel and the sdist hold, and that the README's script runs from the wheel, under `torchrun` too."""
 
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -65,9 +66,32 @@ def test_wheel_holds_the_library_only(wheel):
 
 
 @pytest.mark.slow
+def test_sdist_holds_no_large_data(tmp_path):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        sizes = {member.name.split("/", 1)[1]: member.size for member in archive if member.isfile()}
+    assert {"LICENSE", "README.md", "docs/index.md", "recipes/fit.py", "tests/test_wheel.py"} <= set(sizes)
+    assert path.stat().st_size < 4e6
+    assert {name for name, size in sizes.items() if size > 2e6} == set()
+
+
+@pytest.mark.slow
 def test_installed_copy_is_the_one_that_runs(site, tmp_path):
     printed = run([sys.executable, "-c", "import torchstrategy; print(torchstrategy.__file__)"], site, tmp_path)
     assert Path(printed.strip()).is_relative_to(site)
+    assert "say what a job would see here" in run([sys.executable, "-m", "torchstrategy", "--help"], site, tmp_path)
+    assert "say what a job would see here" in run([str(site / "bin" / "torchstrategy"), "--help"], site, tmp_path)
+
+
+@pytest.mark.slow
+def test_installed_copy_has_the_files_that_are_no_modules(site):
+    checkout = ROOT / "torchstrategy"
+    files = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_file()}
+    data = {path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts}
+    assert {"py.typed", "base/tf_names.csv", "conf/strategy/mirrored.yaml"} <= {path.as_posix() for path in data}
+    assert {path for path in data if not (site / "torchstrategy" / path).is_file()} == set()
 
 
 @pytest.mark.slow
