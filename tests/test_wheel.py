@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -92,6 +93,41 @@ def test_installed_copy_has_the_files_that_are_no_modules(site):
     data = {path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts}
     assert {"py.typed", "base/tf_names.csv", "conf/strategy/mirrored.yaml"} <= {path.as_posix() for path in data}
     assert {path for path in data if not (site / "torchstrategy" / path).is_file()} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_program_is_type_checked_against_the_installed_copy(wheel, tmp_path):
+    program = ROOT / "tests" / "typed_program.py"
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=100)
+    python = str(environment / "bin" / "python")
+    folder = Path(
+        run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path, tmp_path).strip()
+    )
+    pip("install", str(wheel), "--no-deps", "--target", str(folder))
+    (folder / "torch_and_others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+
+    checked = subprocess.run(
+        # torch's `backward` has no types
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--allow-untyped-calls",
+            "--python-executable",
+            python,
+            str(program),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert checked.stdout == "Success: no issues found in 1 source file\n"
+    assert len(run([python, str(program), "1", "2"], tmp_path, tmp_path).splitlines()) == 2
 
 
 @pytest.mark.slow

@@ -15,20 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 import torch
+from typing_extensions import TypeVar  # with a default: a bare `PerReplica` is of anything
 
 from torchstrategy.base import tree
 
 __all__ = [
     "BatchShares",
     "DistributedValues",
+    "LeafT",
     "Mirrored",
     "PerReplica",
     "PerWorkerValues",
     "RemoteTensor",
     "ValueContext",
+    "ValueT",
     "example_counts",
     "get_shares",
     "known_counts",
@@ -40,6 +43,10 @@ __all__ = [
     "set_shares",
     "shares_of",
 ]
+
+ValueT = TypeVar("ValueT", default=Any)
+#: What can't be a structure of values: `run` returns it as it is, or one `PerReplica` of it.
+LeafT = TypeVar("LeafT", bound=torch.Tensor | float | str)
 
 
 @dataclass(frozen=True)
@@ -72,20 +79,20 @@ class BatchShares:
         return 1 if self.window is None else self.window[0]
 
 
-class DistributedValues:
-    """One value for each replica of this process.
+class DistributedValues(Generic[ValueT]):
+    """One value for each replica of this process; for type checkers ``PerReplica[torch.Tensor]`` says of what.
 
     Args:
         values: the values in the order of replica ids.
         shares: how the global batch that the values are part of was split, if they are part of one.
     """
 
-    def __init__(self, values: Iterable[Any], shares: BatchShares | None = None) -> None:
+    def __init__(self, values: Iterable[ValueT], shares: BatchShares | None = None) -> None:
         self._values = tuple(values)
         self.shares = shares
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[ValueT, ...]:
         """The values in the order of replica ids."""
         return self._values
 
@@ -142,7 +149,7 @@ class DistributedValues:
         )
 
 
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues[ValueT]):
     """Values that may differ between replicas, such as what ``Strategy.run`` returns.
 
     Example:
@@ -155,7 +162,7 @@ class PerReplica(DistributedValues):
     """
 
 
-class Mirrored(DistributedValues):
+class Mirrored(DistributedValues[ValueT]):
     """Equal values on every replica, such as the result of an all-reduce."""
 
 

@@ -213,7 +213,7 @@ class StepLoop:
             if mode == "train" and trainer.arguments["tune"] and not trainer.is_tuned:
                 trainer.is_tuned = True
                 tune_for_fit(model, trainer.optimizer)
-        run = self.strategy.run
+        run: Callable[..., Any] = self.strategy.run
         if trainer.jit_compile and not self._is_traced:  # which compiles all of an execution in any case
             run = functions.function(run, jit_compile=True)
         # Not arguments, in which run would look for values that differ between replicas.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torchstrategy.base.devices import Placement, kind_of, tensor_device
 from torchstrategy.base.later import explains_absent
 from torchstrategy.base.log import add_note, hide_own_frames, info_once, set_rank, show_info, warn_once
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
-from torchstrategy.base.values import PerReplica, ValueContext, local_results
+from torchstrategy.base.values import LeafT, PerReplica, ValueContext, ValueT, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import all_reduce, gather, gather_rows, gather_sizes
@@ -151,6 +151,33 @@ class Strategy:
         """
         return Scope(self, Frame(self, None), tensor_device(self.placement.devices[0]))
 
+    @overload
+    def run(
+        self,
+        fn: Callable[..., None],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> None: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., LeafT],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> LeafT | PerReplica[LeafT]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any: ...
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -205,6 +232,12 @@ class Strategy:
             hide_own_frames(error)
             raise
 
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: Tensor | PerReplica[Tensor], axis: Any = None) -> Tensor: ...
+
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any: ...
+
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine a value over all replicas. Cross-replica context only; with several processes, all must call it.
 
@@ -238,6 +271,12 @@ class Strategy:
         self._require_cross_replica()
         self._agree_on_structure(f"Strategy.reduce({op.name})", value)
         return tree.map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    @overload
+    def gather(self, value: Tensor | PerReplica[Tensor], axis: int) -> Tensor: ...
+
+    @overload
+    def gather(self, value: Any, axis: int) -> Any: ...
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate a value of all replicas in the order of replicas. Cross-replica context only.
@@ -274,7 +313,7 @@ class Strategy:
         self._agree_on_structure("Strategy.gather", value)
         return tree.map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: ValueT | PerReplica[ValueT]) -> tuple[ValueT, ...]:
         """Return the values of this process's replicas.
 
         Args:
@@ -292,7 +331,7 @@ class Strategy:
         if mirror_of(value) is not None:
             return bodies(value)
         if isinstance(value, DistributedVariable):
-            return value.values
+            return value.values  # type: ignore[return-value] # a variable's copies, tensors as it is
         if isinstance(value, Tensor):
             own = tuple(self.hosting.counterpart(i, value) for i in range(len(self.placement.devices)))
             if own[-1] is not value:
