@@ -6,6 +6,8 @@ PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
 # torch-xla needs an older torch.
 XLA_VENV ?= .venv-xla
 XLA_RUN = $(XLA_VENV)/bin/python
+# Versions for `make test-pythons`; all that are installed without any.
+PYTHONS ?=
 # What Ray and TorchX need is older than what the other tests need.
 ENGINES_VENV ?= .venv-engines
 ENGINES_RUN = $(ENGINES_VENV)/bin/python
@@ -20,12 +22,14 @@ MINUTES ?= inf
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-gpu test-tpu test-engines soak lint format types docs notebooks build clean
+.PHONY: help demo test test-slow test-pythons test-gpu test-tpu test-engines soak lint format types docs notebooks build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
 	@echo "make test       run the tests (not the slow ones), three files at a time, each in a process of its own"
 	@echo "make test-slow  run the slow tests"
+	@echo "make test-pythons  run 'make test' with each Python from 3.10 to 3.13 that is installed, each in an environment"
+	@echo "                of its own ('make test-pythons PYTHONS=3.12')"
 	@echo "make test-gpu   run the tests that need a GPU, where there is one"
 	@echo "make test-tpu   run the tests of TPUStrategy on virtual devices, with torch-xla in an environment of its own"
 	@echo "make test-engines  run recipes and manifests by Ray, TorchX and Kubeflow, in an environment of its own"
@@ -45,6 +49,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(RUN) -m tests.isolated -j $(JOBS) -m slow
+
+test-pythons:
+	$(PYTHON) .ci/test_pythons.py test $(PYTHONS)
 
 test-gpu: $(VENV)/.dev
 	@count=$$($(RUN) -c 'import torch; print(torch.cuda.device_count())') && \
@@ -83,7 +90,7 @@ build: $(VENV)/.dev
 	$(RUN) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) $(ENGINES_VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-3.* $(XLA_VENV) $(ENGINES_VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
