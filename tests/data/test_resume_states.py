@@ -142,6 +142,18 @@ def test_a_state_of_other_data_is_refused(numbers_dataset, other):
         stranger.load_state_dict(dataset.state_dict()) or next(iter(stranger))
 
 
+def test_the_default_strategys_datasets_have_other_positions():
+    def make(strategy):
+        return strategy.experimental_distribute_dataset(ts.data.Dataset.range(12).batch(4))
+
+    plain, distributed = make(ts.get_strategy()), make(ts.OneDeviceStrategy("cpu:0"))
+    for one, other in ((plain, distributed), (distributed, plain)):
+        next(iter(one))
+        with pytest.raises(TypeError, match=r"with one replica ts\.OneDeviceStrategy"):
+            other.load_state_dict(one.state_dict())
+        assert len(list(other)) == 3
+
+
 @pytest.mark.parametrize("state", [None, {}, {"step": 3}, {"kind": "index batches", "step": 1}, [1, 2], "state"])
 def test_what_is_no_state_is_refused(numbers_dataset, state):
     dataset = numbers_dataset()

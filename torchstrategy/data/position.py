@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.data.data_order import SharedStream, Workers, find_generators, is_pipeline, raw_bytes
 from torchstrategy.data.numpy import ArrayBatches
+from torchstrategy.data.pipeline.op import OTHER_POSITION
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = [
@@ -271,6 +272,7 @@ def check_state(state: Any, kinds: list[str]) -> None:
         raise TypeError(
             f"Expected what state_dict() of a distributed dataset returned. Received: {type(state).__name__}"
             + (f" with the keys {sorted(map(str, state))[:8]}" if isinstance(state, dict) else "")
+            + (f". {OTHER_POSITION}" if isinstance(state, dict) and {"pipeline", "position"} <= set(state) else "")
         )
     if state["kind"] not in kinds:
         raise InvalidArgumentError(

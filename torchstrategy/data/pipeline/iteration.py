@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from torchstrategy.data.pipeline.op import Node, Op, State
+from torchstrategy.data.pipeline.op import OTHER_POSITION, Node, Op, State
 from torchstrategy.data.pipeline.ops import BatchOp, ShardOp, elements_of
 from torchstrategy.data.pipeline.randomness import Draws, WorkerDraws
 from torchstrategy.errors import InvalidArgumentError
@@ -108,7 +108,11 @@ class Iterations:
         op = self._share_of_worker()[0]
         keys = {"pipeline", "is_finished", "keys", "memories", "position"}
         if not isinstance(state, dict) or set(state) != keys:
-            raise TypeError(f"Expected what state_dict() of a ts.data.Dataset returned. Received: {state!r:.200}")
+            is_distributed = isinstance(state, dict) and "kind" in state
+            raise TypeError(
+                "Expected what state_dict() of a ts.data.Dataset returned. Received: "
+                + (f"that of a distributed dataset. {OTHER_POSITION}" if is_distributed else f"{state!r:.200}")
+            )
         _check_pipeline(state, op)
         self._loaded = state
         self._latest = self._left = None

@@ -20,6 +20,7 @@ from torchstrategy.data.pipeline.randomness import Draws, Memory
 
 __all__ = [
     "INFINITE_CARDINALITY",
+    "OTHER_POSITION",
     "SHARD_HINT",
     "UNKNOWN_CARDINALITY",
     "Node",
@@ -31,6 +32,11 @@ __all__ = [
 ]
 
 State = dict[str, Any]
+#: For a position of a dataset that went through a strategy where it is loaded into one that did not, or the other way.
+OTHER_POSITION = (
+    "The default strategy returns datasets as they are, and the others' count global batches, so neither goes on where "
+    "the other was. Save and restore under one that distributes: with one replica ts.OneDeviceStrategy."
+)
 _SKIP_CHUNK = 1024
 
 
