@@ -157,6 +157,15 @@ def test_every_public_name_is_on_an_api_page(name):
     assert [n for n in alone if not re.search(rf"auto\w+:: {re.escape(name)}\.{n}$", pages, re.MULTILINE)] == []
 
 
+def test_what_a_property_is_has_no_colon():
+    """The documentation takes what stands before a colon for the property's type."""
+    for path in (Path(torchstrategy.__file__).parent).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
+            if any("property" in decorator for decorator in decorators) and not node.name.startswith("_"):
+                assert ": " not in (ast.get_docstring(node) or "").partition("\n")[0], f"{path}: {node.name}"
+
+
 @pytest.mark.slow
 def test_every_public_name_is_completed():
     program = f"""

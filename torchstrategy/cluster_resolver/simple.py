@@ -158,7 +158,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """This process's job: what was given or assigned, else the first resolver's."""
+        """This process's job, which was given or assigned, else the first resolver's."""
         return self._resolvers[0].task_type if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -167,7 +167,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """This process's index in its job: what was given or assigned, else the first resolver's."""
+        """This process's index in its job, which was given or assigned, else the first resolver's."""
         return self._resolvers[0].task_id if self._task_id is None else self._task_id
 
     @task_id.setter
@@ -176,7 +176,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol in front of addresses: what was given or assigned, else the first resolver's."""
+        """The protocol in front of addresses, which was given or assigned, else the first resolver's."""
         return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter

@@ -86,7 +86,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol in front of addresses that ``master`` returns: the argument, else ``TF_CONFIG``'s."""
+        """The protocol in front of addresses that ``master`` returns, from the argument, else from ``TF_CONFIG``'s."""
         return self._value("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter

@@ -111,7 +111,7 @@ class Estimator:
 
     @property
     def model_fn(self) -> Callable[..., EstimatorSpec]:
-        """The ``model_fn`` with the params bound: takes ``features``, ``labels``, ``mode`` and ``config``."""
+        """The ``model_fn`` with the params bound, which takes ``features``, ``labels``, ``mode`` and ``config``."""
 
         def public_model_fn(features: Any, labels: Any, mode: str, config: RunConfig) -> EstimatorSpec:
             return call_model_fn(self._model_fn, features, labels, mode, self.params, config)

@@ -56,12 +56,12 @@ class RunConfig:
         save_checkpoints_steps: a checkpoint is saved after each so many steps.
         save_checkpoints_secs: a checkpoint is saved after so many seconds; 600 if neither is given. Both ``None`` means
             that none is saved in the course of training.
-        session_config: must be ``None``: there is no session.
+        session_config: must be ``None``, as there is no session.
         keep_checkpoint_max: how many of the latest checkpoints are kept; 0 or ``None`` keeps all.
         keep_checkpoint_every_n_hours: besides these, one checkpoint for each so many hours is kept.
         log_step_count_steps: each so many steps, the loss and the steps in a second are logged; ``None`` logs none.
         train_distribute: the strategy of training; ``None`` trains on one device, or as ``TF_CONFIG``'s cluster says.
-        device_fn: must be ``None``: modules are put where the strategy says.
+        device_fn: must be ``None``, as modules are put where the strategy says.
         protocol: ``None``, or ``"grpc"``, which means the library's own.
         eval_distribute: the strategy of ``evaluate``; ``None`` evaluates on one device.
         experimental_distribute: must be ``None``; use ``train_distribute`` and ``eval_distribute``.
@@ -209,7 +209,7 @@ class RunConfig:
 
     @property
     def session_config(self) -> None:
-        """``None``: there is no session."""
+        """``None``, as there is no session."""
         return self._session_config
 
     @property
@@ -234,7 +234,7 @@ class RunConfig:
 
     @property
     def device_fn(self) -> None:
-        """``None``: modules are put where the strategy says."""
+        """``None``, as modules are put where the strategy says."""
         return self._device_fn
 
     @property
@@ -264,7 +264,7 @@ class RunConfig:
 
     @property
     def task_type(self) -> str:
-        """This process's job: ``"chief"``, ``"worker"``, ``"ps"``, ``"evaluator"`` or ``"master"``."""
+        """This process's job, ``"chief"``, ``"worker"``, ``"ps"``, ``"evaluator"`` or ``"master"``."""
         return self._task.task_type
 
     @property
@@ -274,7 +274,7 @@ class RunConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the chief: the one that saves and writes event files."""
+        """Whether this process is the chief, which saves and writes event files."""
         return self._task.is_chief
 
     @property
@@ -284,7 +284,7 @@ class RunConfig:
 
     @property
     def num_worker_replicas(self) -> int:
-        """How many tasks train: workers and the chief."""
+        """How many tasks train, which are the workers and the chief."""
         return self._task.num_worker_replicas
 
     @property

@@ -138,7 +138,7 @@ class Session:
 
     @property
     def mode(self) -> str:
-        """What the model is used for: a value of ``ModeKeys``."""
+        """What the model is used for, a value of ``ModeKeys``."""
         return str(self._built.spec.mode)
 
     @property

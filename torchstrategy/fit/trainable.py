@@ -285,7 +285,7 @@ class TrainableModule(nn.Module):
 
     @property
     def metrics(self) -> list[Any]:
-        """All metrics that logs show: the loss's, the compiled ones, and those that are attributes of the model."""
+        """All metrics that logs show, of the loss, of ``compile`` and those that are attributes of the model."""
         return list(trainer_of(self).named_metrics(_attribute_metrics(self)).values())
 
     @property

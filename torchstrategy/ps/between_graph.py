@@ -117,7 +117,7 @@ class BetweenGraphParameterServerStrategy(Strategy):
     @property
     @override
     def is_chief(self) -> bool:
-        """Whether this process makes and saves the variables: the chief, or worker 0 of a cluster without one."""
+        """Whether this process makes and saves the variables, as the chief, or worker 0 where there is none, does."""
         return self._cluster_task is None or self._cluster_task == self._chief_task
 
     @property

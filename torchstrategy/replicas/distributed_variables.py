@@ -68,7 +68,7 @@ class DistributedVariable(Variable):
 
     @property
     def values(self) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The copies in the order of this process's replicas: plain variables, each assigned to by itself."""
+        """The copies in the order of this process's replicas, plain variables, each assigned to by itself."""
         self.follow_first()
         if self.serves_all:
             rows = zip(self.strategy.hosting.values_of(self), _copy_names(self.strategy, self.options), strict=True)

@@ -79,17 +79,17 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Full names of the devices that hold variables: those of the replicas."""
+        """Full names of the devices that hold variables, which are those of the replicas."""
         return self.worker_devices
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints for the job: the chief does."""
+        """Whether this process writes checkpoints for the job, as the chief does."""
         return self._strategy.is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries for the job: the chief does."""
+        """Whether this process writes summaries for the job, as the chief does."""
         return self._strategy.is_chief
 
     @property
@@ -99,7 +99,7 @@ class StrategyExtended:
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process makes initial values: all do, and take the chief's."""
+        """Whether this process makes initial values; all do, and take the chief's."""
         return True
 
     def variable_created_in_scope(self, v: Any) -> bool:

@@ -127,7 +127,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """What tf keeps in ``StrategyExtended``: ``update``, ``reduce_to`` and the names of devices."""
+        """What tf keeps in ``StrategyExtended``, such as ``update``, ``reduce_to`` and the names of devices."""
         return StrategyExtended(self)
 
     def scope(self) -> Any:

@@ -132,7 +132,7 @@ class SpmdReplicaContext(ReplicaContext):
     @property
     @override
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's id as a 0-d int64 tensor, as in tf: the function is traced once for all replicas."""
+        """This replica's id as a 0-d int64 tensor, as in tf, since the function is traced once for all replicas."""
         return self._replica_id if self.num_replicas_in_sync == 1 else self._hosting.replica_id()
 
     @override

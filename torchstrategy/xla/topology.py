@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
-        """Dimensions of the mesh: 4."""
+        """Dimensions of the mesh, which are 4."""
         return len(self.mesh_shape)
 
     @property

@@ -111,7 +111,7 @@ class ScriptReport(VerificationReport):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it can't be said: nothing is wrong, but a run failed before that, or computes what has no like."""
+        """Whether it can't be said; nothing is wrong, but a run failed before that, or computes what has no like."""
         rest = [part for part in self.comparisons if not part.ok]
         return bool(rest) and all(part.is_undecided or not (part.causes or part.deviations) for part in rest)
 
