@@ -339,3 +339,50 @@ def test_experimental_names():
     small = Dataset.from_tensor_slices([1, 1, 2, 9]).apply(experimental.take_while(lambda x: x < 9))
     assert plain(small.apply(experimental.unique())) == [1, 2]
     assert plain(small.apply(experimental.scan(0, lambda total, x: (total + x, total + x)))) == [1, 2, 4]
+
+
+def test_saved_elements_are_those_that_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchstrategy.data.pipeline.dataset_sources._BYTES_PER_FILE", 100)
+    dataset = Dataset.range(20).map(lambda x: {"x": torch.full((int(x) % 3,), int(x)), "pair": (str(int(x)), x * 0.5)})
+    dataset.save(tmp_path / "new" / "folder")
+    loaded = Dataset.load(tmp_path / "new" / "folder")
+    assert [(e["x"].tolist(), e["pair"][0], float(e["pair"][1])) for e in loaded] == [
+        ([i] * (i % 3), str(i), i / 2) for i in range(20)
+    ]
+    assert loaded.num_files > 2
+    assert loaded.splits_by_file
+    shards = [loaded.shard_files(2, i) for i in range(2)]
+    assert sum(map(len, shards)) == len(loaded) == 20
+    assert sorted(int(e["pair"][0]) for shard in shards for e in shard) == list(range(20))
+    elements = iter(loaded)
+    first = [next(elements)["pair"][0] for _ in range(7)]
+    loaded.load_state_dict(loaded.state_dict())
+    assert first + [e["pair"][0] for e in loaded] == [str(i) for i in range(20)]
+
+
+def test_saving_replaces_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "saved"
+    Dataset.range(3).save(path)
+    with pytest.raises(ZeroDivisionError):
+        Dataset.range(3).map(lambda x: 1 // int(x)).save(path)
+    assert plain(Dataset.load(path)) == [0, 1, 2]
+    Dataset.load(path).map(lambda x: x + 1).save(path)
+    assert plain(Dataset.load(path)) == [1, 2, 3]
+    Dataset.range(0).save(path)
+    assert plain(Dataset.load(path)) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_saving_takes_no_more_than_the_elements(tmp_path):
+    Dataset.range(2).map(lambda x: torch.zeros(100000)[:1]).save(tmp_path / "saved")
+    assert sum(file.stat().st_size for file in (tmp_path / "saved").iterdir()) < 10000
+
+
+def test_what_can_not_be_saved_or_loaded(tmp_path):
+    with pytest.raises(ts.errors.NotFoundError, match="no dataset that"):
+        Dataset.load(tmp_path)
+    with pytest.raises(ts.errors.InvalidArgumentError, match="holds no saved dataset"):
+        Dataset.range(3).save(tmp_path)
+    with pytest.raises(ts.errors.InvalidArgumentError, match=r"tuples and dicts. Received: Pair\(left"):
+        Dataset.range(3).map(lambda x: Pair(x, x)).save(tmp_path / "pairs")
+    assert not any(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -11,7 +12,7 @@ from typing_extensions import Self, override
 
 from torchstrategy.base.later import explains_absent
 from torchstrategy.data.pipeline import dataset_sources
-from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_callable, check_weights
+from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_weights
 from torchstrategy.data.pipeline.elements import map_leaves
 from torchstrategy.data.pipeline.nested import SelectOp, ZipOp
 from torchstrategy.data.pipeline.op import Op
@@ -213,6 +214,28 @@ class Dataset(Regrouping, Transformations):
         return Dataset._of(dataset_sources.files_source(files, reader))
 
     @staticmethod
+    def load(path: str | os.PathLike[str]) -> Dataset:
+        """Make a dataset of what ``save`` wrote.
+
+        With ``AutoShardPolicy.FILE`` every process reads files of its own, as of ``from_files``.
+
+        Args:
+            path: the folder.
+
+        Raises:
+            NotFoundError: there is no saved dataset.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> ts.data.Dataset.range(3).save(f"{folder.name}/numbers")
+            >>> list(ts.data.Dataset.load(f"{folder.name}/numbers"))
+            [tensor(0), tensor(1), tensor(2)]
+            >>> folder.cleanup()
+        """
+        return Dataset._of(dataset_sources.saved_elements(path))
+
+    @staticmethod
     def list_files(
         file_pattern: Any,
         shuffle: bool | None = None,  # noqa: FBT001 - tf's signature
@@ -340,24 +363,6 @@ class Dataset(Regrouping, Transformations):
             if not isinstance(dataset, Dataset):
                 raise TypeError(f"datasets and choice_dataset must be ts.data.Datasets. Received: {dataset!r}")
         return Dataset._of_several(found, lambda inputs: SelectOp(inputs, bool(stop_on_empty_dataset)))
-
-    def apply(self, transformation_func: Callable[[Dataset], Any]) -> Any:
-        """Return what a function makes of this dataset.
-
-        Args:
-            transformation_func: takes a dataset and returns one.
-
-        Raises:
-            TypeError: it is no function, or returned no dataset.
-
-        Example:
-            >>> list(ts.data.Dataset.range(3).apply(lambda dataset: dataset.skip(2)))
-            [tensor(2)]
-        """
-        result = check_callable("transformation_func", transformation_func)(self)
-        if not isinstance(result, Dataset):
-            raise TypeError(f"The function of apply() must return a ts.data.Dataset. Received: {result!r}")
-        return result
 
 
 class TextLineDataset(Dataset):

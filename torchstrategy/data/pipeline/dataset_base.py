@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
 from torchstrategy.data.batch import TensorSpec
+from torchstrategy.data.pipeline import dataset_sources
 from torchstrategy.data.pipeline.dataset_options import Options, check_callable, check_shard
 from torchstrategy.data.pipeline.elements import map_leaves, to_element
 from torchstrategy.data.pipeline.iteration import (
@@ -171,6 +173,46 @@ class Pipeline(IterableDataset[Any]):
                 f"Expected one element, but the dataset has {['none', 'several'][len(elements) // 2]}."
             )
         return elements[0]
+
+    def apply(self, transformation_func: Callable[[Self], Any]) -> Any:
+        """Return what a function makes of this dataset.
+
+        Args:
+            transformation_func: takes a dataset and returns one.
+
+        Raises:
+            TypeError: it is no function, or returned no dataset.
+
+        Example:
+            >>> list(ts.data.Dataset.range(3).apply(lambda dataset: dataset.skip(2)))
+            [tensor(2)]
+        """
+        result = check_callable("transformation_func", transformation_func)(self)
+        if not isinstance(result, Pipeline):
+            raise TypeError(f"The function of apply() must return a ts.data.Dataset. Received: {result!r}")
+        return result
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all elements to files, which ``ts.data.Dataset.load`` reads.
+
+        It is complete or not there: a dataset that was saved there before is replaced at the end. Of several processes
+        one saves.
+
+        Args:
+            path: a folder, which is made.
+
+        Raises:
+            InvalidArgumentError: there is something else, or an element has a container other than tuples and dicts.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> ts.data.Dataset.range(3).map(lambda x: (x, 0.5)).save(f"{folder.name}/pairs")
+            >>> len(ts.data.Dataset.load(f"{folder.name}/pairs"))
+            3
+            >>> folder.cleanup()
+        """
+        dataset_sources.save_elements(path, self)
 
     def options(self) -> Options:
         """Return the options that were set by ``with_options``.

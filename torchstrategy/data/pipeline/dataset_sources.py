@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import json
 import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,13 +21,13 @@ from typing_extensions import override
 from torchstrategy.data.batch import TensorSpec
 from torchstrategy.data.pipeline.access import RAW, Access, CachedAccess, Columns, Progression
 from torchstrategy.data.pipeline.dataset_options import check_callable, check_int
-from torchstrategy.data.pipeline.elements import describe, parts, rebuild, to_element, to_raw
+from torchstrategy.data.pipeline.elements import describe, map_leaves, parts, rebuild, to_element, to_raw
 from torchstrategy.data.pipeline.nested import Files, Generate
 from torchstrategy.data.pipeline.nodes import Positions
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Op, RandomOp, Stream
 from torchstrategy.data.pipeline.randomness import Draws, random_key
 from torchstrategy.data.pipeline.shuffle import RandomNumbers
-from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.errors import InvalidArgumentError, NotFoundError
 
 __all__ = [
     "counter",
@@ -35,8 +38,13 @@ __all__ = [
     "one_element",
     "progression",
     "random_numbers",
+    "save_elements",
+    "saved_elements",
     "slices",
 ]
+
+_INDEX, _FILE = "elements.json", "elements-{:05}.pt"
+_BYTES_PER_FILE = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +143,26 @@ class FilesOp(Op):
         return dataclasses.replace(self, files=self.files[index::num_shards])
 
 
+@dataclass(frozen=True, eq=False)
+class SavedOp(FilesOp):
+    """A source that reads what ``save`` wrote."""
+
+    counts: tuple[int, ...]  # elements of each file
+
+    @override
+    def cardinality(self) -> int:
+        return sum(self.counts)
+
+    @override
+    def label(self) -> str:
+        return f"load({len(self.files)} files)"
+
+    @override
+    def with_part_of_files(self, num_shards: int, index: int) -> Op:
+        part = slice(index, None, num_shards)
+        return dataclasses.replace(self, files=self.files[part], counts=self.counts[part])
+
+
 def slices(tensors: Any) -> PositionsOp:
     """Return the source of ``from_tensor_slices``."""
     columns = Columns(tensors)
@@ -220,6 +248,67 @@ def file_names(files: Sequence[str]) -> PositionsOp:
     """Return a source of the names of files; perhaps of none, where there are more shards than files."""
     access: Access = Columns(list(files)) if files else Progression(0, 1, torch.int64)
     return PositionsOp((), access, len(files), "list_files", tuple(files))
+
+
+def saved_elements(path: Any) -> SavedOp:
+    """Return the source of ``load``."""
+    index = Path(path, _INDEX)
+    if not index.is_file():
+        raise NotFoundError(f"There is no dataset that Dataset.save() wrote in {os.fspath(path)}.")
+    counts = tuple(json.loads(index.read_text(encoding="utf-8"))["elements"])
+    return SavedOp((), tuple(str(Path(path, _FILE.format(i))) for i in range(len(counts))), _read_saved, counts)
+
+
+def save_elements(path: Any, elements: Iterable[Any]) -> None:
+    """Write elements to a folder, where a dataset that was saved before is replaced."""
+    folder = Path(path)
+    if folder.exists() and not (folder / _INDEX).is_file():
+        raise InvalidArgumentError(f"{folder} is there and holds no saved dataset. Give save() another path.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        new = Path(scratch, "new")
+        new.mkdir()
+        counts: list[int] = []
+        part: list[Any] = []
+        num_bytes = 0
+        for element in elements:
+            num_bytes += sum(leaf.nbytes if isinstance(leaf, Tensor) else 1 for leaf in _plain_leaves(element))
+            # A slice would bring along what it is a slice of.
+            part.append(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, element))
+            if num_bytes >= _BYTES_PER_FILE:
+                _write_part(new, part, counts)
+                part, num_bytes = [], 0
+        if part:
+            _write_part(new, part, counts)
+        (new / _INDEX).write_text(json.dumps({"elements": counts}), encoding="utf-8")
+        if folder.exists():
+            folder.rename(Path(scratch, "old"))
+        new.rename(folder)
+
+
+def _write_part(folder: Path, elements: list[Any], counts: list[int]) -> None:
+    torch.save(elements, folder / _FILE.format(len(counts)))
+    counts.append(len(elements))
+
+
+def _read_saved(path: str, start: int = 0) -> Iterable[Any]:
+    return torch.load(path, weights_only=True)[start:]  # type: ignore[no-any-return]
+
+
+def _plain_leaves(element: Any) -> list[Any]:
+    """Return the leaves of an element, all of whose containers are plain.
+
+    Raises:
+        InvalidArgumentError: one is not, so that it could not be read without running code.
+    """
+    found = parts(element)
+    if found is None:
+        return [element]
+    if type(element) not in (tuple, dict):
+        raise InvalidArgumentError(
+            f"save() takes elements of tuples and dicts. Received: {describe(element)}. Make a dict of it with map()."
+        )
+    return [leaf for part in found[1] for leaf in _plain_leaves(part)]
 
 
 class _Restarted:

@@ -95,8 +95,8 @@ class Transformations(Pipeline):
         """
         if filename:
             raise UnimplementedError(
-                "cache() keeps elements in memory only. To keep them in files, write them once, for example with "
-                "numpy.save, and read them with from_tensor_slices(numpy.load(..., mmap_mode='r')) or from_files."
+                "cache() keeps elements in memory only. To keep them in files, write them once with save(), and read "
+                "them with ts.data.Dataset.load()."
             )
         return self._with(ops.CacheOp((self._op,)))
 
