@@ -37,11 +37,36 @@ def test_reduction_equals_tfs_strings():
 
 def test_configs():
     loss = ts.losses.Huber(0.5, reduction="sum", name="bend")
-    assert loss.get_config() == {"delta": 0.5, "reduction": "sum", "name": "bend"}
+    assert loss.get_config() == {"delta": 0.5, "reduction": "sum", "name": "bend", "dtype": None}
     for name in set(ts.losses.__all__) - {"Loss", "Reduction"}:
         if name[0].isupper():
             config = getattr(ts.losses, name)().get_config()
             assert getattr(ts.losses, name).from_config(config).get_config() == config
+
+
+def test_dtypes():
+    for dtype in (torch.float64, "float64", "bfloat16"):
+        loss = ts.losses.MeanSquaredError(dtype=dtype)
+        assert loss(Y, X).dtype == loss.dtype == getattr(torch, str(dtype).removeprefix("torch."))
+    exact = ts.losses.MeanSquaredError(dtype="float64", reduction="none")(
+        torch.tensor([[0]]), torch.tensor([[2**25 + 1]])
+    )
+    assert exact.item() == (2**25 + 1) ** 2
+    with pytest.raises(ValueError, match=r"dtype of a loss must be one of floating-point numbers\. Received: 'int32'"):
+        ts.losses.Dice(dtype="int32")
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype or its name"):
+        ts.losses.Dice(dtype="none")
+
+
+def test_the_first_argument_is_the_name():
+    assert ts.losses.Loss("mine", "none", "float32").get_config() == {
+        "name": "mine",
+        "reduction": "none",
+        "dtype": "float32",
+    }
+    for before in ("none", Reduction.SUM):
+        with pytest.raises(TypeError, match=r"The first argument of a Loss is its name\. Write reduction="):
+            ts.losses.Loss(before)
 
 
 @pytest.mark.parametrize("reduction", ["auto", "sum_over_batch_size", "mean", "mean_with_sample_weight"])

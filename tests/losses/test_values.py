@@ -24,6 +24,10 @@ EXAMPLES = [
     ("CategoricalCrossentropy", {}, ONE_HOT, CLASSES, [0.0513, 2.303]),
     ("SparseCategoricalCrossentropy", {}, [1, 2], CLASSES, [0.0513, 2.303]),
     ("BinaryFocalCrossentropy", {"gamma": 5, "from_logits": True}, BINARY, LOGITS, [0.0017, 1.1561]),
+    ("CategoricalFocalCrossentropy", {}, ONE_HOT, CLASSES, [3.2e-05, 0.4663]),
+    ("CategoricalGeneralizedCrossEntropy", {}, [1, 2], CLASSES, [0.0506, 1.3675]),
+    ("Dice", {}, BINARY, PROBABILITIES, [0.6, 1.0]),
+    ("Tversky", {"alpha": 0.3, "beta": 0.9}, BINARY, PROBABILITIES, [0.6429, 1.0]),
     ("MeanSquaredError", {}, BINARY, VALUES, [0.5, 0.5]),
     ("MeanAbsoluteError", {}, BINARY, VALUES, [0.5, 0.5]),
     ("MeanAbsolutePercentageError", {}, [[2.0, 1.0], [2.0, 3.0]], [[1.0, 1.0], [1.0, 0.0]], [25.0, 75.0]),
@@ -38,6 +42,88 @@ EXAMPLES = [
     ("CategoricalHinge", {}, BINARY, PROBABILITIES, [1.2, 1.6]),
     ("CosineSimilarity", {}, [[0.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [1.0, 1.0]], [0.0, -0.999]),
 ]
+#: What Keras 3.15 computes of these labels and predictions.
+LABELS = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+IDS = [0, 1, 2, 0, 1]
+SHARES = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.2, 0.2, 0.6], [0.1, 0.7, 0.2], [0.2, 0.8, 0.0]]
+MASKS = [[[[1.0], [1.0]], [[0.0], [0.0]]], [[[1.0], [1.0]], [[0.0], [1.0]]]]
+PREDICTED = [[[[0.0], [1.0]], [[0.0], [1.0]]], [[[0.4], [0.0]], [[0.0], [0.9]]]]
+KERAS = [
+    ("CategoricalFocalCrossentropy", (), LABELS, SHARES, [0.020433, 0.0824662, 0.020433, 0.4662735, 0.0022314]),
+    (
+        "CategoricalFocalCrossentropy",
+        (0.5, 3.0, True, 0.1),
+        LABELS,
+        SHARES,
+        [0.0906639, 0.1458821, 0.089719, 0.2741725, 0.0600679],
+    ),
+    (
+        "CategoricalFocalCrossentropy",
+        ([0.2, 0.3, 0.5], 1.0),
+        LABELS,
+        SHARES,
+        [0.040866, 0.1649323, 0.1021651, 0.4144653, 0.0133886],
+    ),
+    ("BinaryFocalCrossentropy", (), LABELS, SHARES, [0.0382955, 0.1680684, 0.0331945, 0.821322, 0.0059505]),
+    (
+        "BinaryFocalCrossentropy",
+        (True, 0.3, 1.5, False, 0.1),
+        LABELS,
+        SHARES,
+        [0.0338008, 0.1014169, 0.0294966, 0.3414894, 0.0127955],
+    ),
+    ("CategoricalGeneralizedCrossEntropy", (), IDS, SHARES, [0.4508066, 0.7350889, 0.4508066, 1.3675444, 0.2111456]),
+    ("CategoricalGeneralizedCrossEntropy", (0.7,), IDS, SHARES, [0.429474, 0.676353, 0.429474, 1.1435339, 0.206589]),
+    ("Dice", ("none", "dice", (1, 2, 3)), MASKS, PREDICTED, [0.5, 0.3953489]),
+    ("Dice", ("none", "dice", (1, 2)), MASKS, PREDICTED, [[0.5], [0.3953489]]),
+    ("Dice", ("none", "dice", -1), LABELS, SHARES, [0.4, 0.6, 0.4, 0.9, 0.2]),
+    ("Tversky", (0.5, 0.5, "none", "tversky", (1, 2, 3)), MASKS, PREDICTED, [0.5, 0.3953489]),
+    ("Tversky", (0.3, 0.9, "none", "tversky", (1, 2, 3)), MASKS, PREDICTED, [0.5454545, 0.281768]),
+    ("Tversky", (0.8, 0.1, "none", "tversky", (1, 2)), MASKS, PREDICTED, [[0.4736843], [0.5112782]]),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "y_true", "y_pred", "expected"), KERAS)
+def test_keras_values(name, arguments, y_true, y_pred, expected):
+    loss = getattr(ts.losses, name)(*arguments)
+    loss.reduction = Reduction.NONE
+    torch.testing.assert_close(loss(y_true, y_pred), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_overlaps_are_of_each_example():
+    for name in ("dice", "tversky"):
+        loss = ts.losses.get(name)
+        assert loss(MASKS, PREDICTED).tolist() == pytest.approx([0.5, 0.3953489])  # all axes but the examples'
+        for axis in (0, (0, 1), -4, 4, ()):
+            with pytest.raises(ValueError, match="must be axes of y_pred other than the first one"):
+                loss(torch.tensor(MASKS), torch.tensor(PREDICTED), axis=axis)
+        with pytest.raises(ValueError, match=r"where \[batch, ...\] is expected"):
+            loss(torch.ones(3), torch.ones(3))
+        assert loss(torch.ones(0, 2), torch.ones(0, 2)).shape == (0,)
+
+
+def test_weights_of_classes_belong_to_their_axis():
+    labels, shares = torch.tensor(LABELS), torch.tensor(SHARES)
+    loss = ts.losses.CategoricalFocalCrossentropy([0.2, 0.3, 0.5], axis=1, reduction="none")
+    image = loss(labels.unsqueeze(-1), shares.unsqueeze(-1))
+    assert torch.equal(image.squeeze(-1), ts.losses.categorical_focal_crossentropy(labels, shares, [0.2, 0.3, 0.5]))
+    with pytest.raises(InvalidArgumentError, match="alpha must be a number, or have one for each of 3 classes"):
+        ts.losses.categorical_focal_crossentropy(labels, shares, [0.2, 0.8])
+
+
+def test_generalized_crossentropy_of_an_impossible_label():
+    shares = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    loss = ts.losses.CategoricalGeneralizedCrossEntropy()(torch.tensor([[0]]), shares)
+    loss.backward()
+    assert loss.item() == pytest.approx(2.0)
+    assert shares.grad.isfinite().all()
+    with pytest.raises(ValueError, match=r"q must be between 0 and 1\. Received: 1"):
+        ts.losses.CategoricalGeneralizedCrossEntropy(1)
+    with pytest.raises(InvalidArgumentError, match="one more axis for the classes"):
+        ts.losses.categorical_generalized_cross_entropy([[0, 1]], shares, 0.5)
+
+
+OF_IDS = ("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy")
 CLASS_NAMES = sorted({name for name, *_ in EXAMPLES})
 
 
@@ -68,7 +154,7 @@ def test_all_classes_have_an_example():
 @pytest.mark.parametrize("name", CLASS_NAMES)
 def test_an_empty_share_has_a_zero_gradient(name):
     weight = torch.tensor([[0.3, 0.6]], requires_grad=True)
-    y_true = torch.zeros(0, dtype=torch.long) if name.startswith("Sparse") else torch.zeros(0, 2)
+    y_true = torch.zeros(0, dtype=torch.long) if name in OF_IDS else torch.zeros(0, 2)
     for reduction in Reduction:
         y_pred = weight.expand(0, 2).sigmoid()
         loss = getattr(ts.losses, name)(reduction=reduction)(y_true, y_pred)
@@ -82,7 +168,7 @@ def test_an_empty_share_has_a_zero_gradient(name):
 def test_gradients_are_those_of_finite_differences(name):
     torch.manual_seed(0)
     y_pred = (torch.rand(4, 3, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
-    if name.startswith("Sparse"):
+    if name in OF_IDS:
         y_true = torch.tensor([0, 2, 1, 1])
     elif name == "CategoricalCrossentropy":
         y_true = F.one_hot(torch.tensor([0, 2, 1, 1]), 3)

@@ -19,6 +19,7 @@ from typing_extensions import Self
 __all__ = [
     "Configurable",
     "alike",
+    "as_dtype",
     "difference_of_ranks",
     "dtype_name",
     "find",
@@ -115,6 +116,14 @@ def snake_case(name: str) -> str:
 def dtype_name(dtype: object) -> str:
     """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a dtype for a dtype or its name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or its name, such as 'float32'. Received: {dtype!r}")
+    return found
 
 
 def set_default_dtype(name: object) -> None:

@@ -106,10 +106,15 @@ _MOVED = {
     "torchstrategy.fit.callbacks.torch_scheduler": "torchstrategy.fit.callbacks.rates",
     "torchstrategy.fit.loss_tracker": "torchstrategy.fit.compiled_loss",
     "torchstrategy.metrics.mean_errors": "torchstrategy.metrics.mean",
+    "torchstrategy.losses.distributions": "torchstrategy.losses.regression",
     "torchstrategy.fit.callbacks.csv_logger": "torchstrategy.fit.callbacks.progress",
 }
 #: Where else a module's names may be since, if they are not there.
-_SPLIT = {"torchstrategy.metrics.mean": "torchstrategy.metrics.regression_metrics"}
+_SPLIT = {
+    "torchstrategy.losses.crossentropies": "torchstrategy.losses.rare_classes",
+    "torchstrategy.losses.regression": "torchstrategy.losses.crossentropies",
+    "torchstrategy.metrics.mean": "torchstrategy.metrics.regression_metrics",
+}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -37,7 +37,12 @@ __all__ = [
 ]
 
 
-_WITH_CLASSES = (losses.CategoricalCrossentropy, losses.SparseCategoricalCrossentropy)
+_OF_IDS = (losses.CategoricalGeneralizedCrossEntropy, losses.SparseCategoricalCrossentropy)
+_WITH_CLASSES = (
+    losses.CategoricalCrossentropy,
+    losses.CategoricalFocalCrossentropy,
+    losses.SparseCategoricalCrossentropy,
+)
 
 
 class LossPart:
@@ -133,12 +138,12 @@ class ObjectLoss(LossPart):
 
     def losses(self, y: Any, y_pred: Tensor) -> Tensor:  # noqa: D102 - the base class's
         scores = predictions_of(y_pred)
-        if self._is_ours and scores.ndim == 1 and not isinstance(self.loss, losses.SparseCategoricalCrossentropy):
+        if self._is_ours and scores.ndim == 1 and not isinstance(self.loss, _OF_IDS):
             scores = scores.unsqueeze(-1)
         labels = as_tensor(y, "y", scores.device)
-        if isinstance(self.loss, losses.SparseCategoricalCrossentropy):
+        if isinstance(self.loss, _OF_IDS):
             label_checks.check_integer_labels(labels, self.name, _remedy_of_float_labels(labels, scores))
-        return one_for_each_example(self.loss.call(labels, scores), labels, y_pred, self.name)
+        return one_for_each_example(self.loss._of_examples(labels, scores), labels, y_pred, self.name)
 
     def has_divisor(self, y: Any, sample_weight: Any) -> bool:  # noqa: ARG002, D102
         is_by_weight = self.loss.reduction is Reduction.MEAN_WITH_SAMPLE_WEIGHT and sample_weight is not None
@@ -169,7 +174,7 @@ class ObjectLoss(LossPart):
             if not loss.from_logits:
                 label_checks.check_probabilities(scores, loss.axis, self.name, softmax)
             label_checks.check_class_ids(labels, scores.shape[loss.axis], loss.ignore_class, self.name)
-        elif isinstance(loss, losses.CategoricalCrossentropy) and not loss.from_logits:
+        elif isinstance(loss, _WITH_CLASSES) and not loss.from_logits:
             label_checks.check_probabilities(scores, loss.axis, self.name, softmax)
         elif isinstance(loss, (losses.BinaryCrossentropy, losses.BinaryFocalCrossentropy)):
             if not loss.from_logits:

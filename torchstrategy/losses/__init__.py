@@ -3,15 +3,16 @@
 from torchstrategy.base import later
 from torchstrategy.losses.crossentropies import (
     BinaryCrossentropy,
-    BinaryFocalCrossentropy,
     CategoricalCrossentropy,
+    CategoricalGeneralizedCrossEntropy,
+    KLDivergence,
     SparseCategoricalCrossentropy,
     binary_crossentropy,
-    binary_focal_crossentropy,
     categorical_crossentropy,
+    categorical_generalized_cross_entropy,
+    kl_divergence,
     sparse_categorical_crossentropy,
 )
-from torchstrategy.losses.distributions import KLDivergence, Poisson, kl_divergence, poisson
 from torchstrategy.losses.hinges import (
     CategoricalHinge,
     Hinge,
@@ -22,6 +23,16 @@ from torchstrategy.losses.hinges import (
 )
 from torchstrategy.losses.loss import Loss, Reduction
 from torchstrategy.losses.loss_names import get
+from torchstrategy.losses.rare_classes import (
+    BinaryFocalCrossentropy,
+    CategoricalFocalCrossentropy,
+    Dice,
+    Tversky,
+    binary_focal_crossentropy,
+    categorical_focal_crossentropy,
+    dice,
+    tversky,
+)
 from torchstrategy.losses.regression import (
     CosineSimilarity,
     Huber,
@@ -30,6 +41,7 @@ from torchstrategy.losses.regression import (
     MeanAbsolutePercentageError,
     MeanSquaredError,
     MeanSquaredLogarithmicError,
+    Poisson,
     cosine_similarity,
     huber,
     log_cosh,
@@ -37,14 +49,18 @@ from torchstrategy.losses.regression import (
     mean_absolute_percentage_error,
     mean_squared_error,
     mean_squared_logarithmic_error,
+    poisson,
 )
 
 __all__ = [
     "BinaryCrossentropy",
     "BinaryFocalCrossentropy",
     "CategoricalCrossentropy",
+    "CategoricalFocalCrossentropy",
+    "CategoricalGeneralizedCrossEntropy",
     "CategoricalHinge",
     "CosineSimilarity",
+    "Dice",
     "Hinge",
     "Huber",
     "KLDivergence",
@@ -58,11 +74,15 @@ __all__ = [
     "Reduction",
     "SparseCategoricalCrossentropy",
     "SquaredHinge",
+    "Tversky",
     "binary_crossentropy",
     "binary_focal_crossentropy",
     "categorical_crossentropy",
+    "categorical_focal_crossentropy",
+    "categorical_generalized_cross_entropy",
     "categorical_hinge",
     "cosine_similarity",
+    "dice",
     "get",
     "hinge",
     "huber",
@@ -75,6 +95,7 @@ __all__ = [
     "poisson",
     "sparse_categorical_crossentropy",
     "squared_hinge",
+    "tversky",
 ]
 
 later.explain_absent(__name__)

@@ -13,24 +13,28 @@ from torch.nn import functional as F
 
 from torchstrategy import errors
 from torchstrategy.losses.loss import (
-    EPSILON,
+    DType,
     Loss,
     Reduction,
     as_pair,
     as_tensor,
+    binary_terms,
     check_labels_come_first,
     clip,
     predictions,
+    smoothed,
 )
 
 __all__ = [
     "BinaryCrossentropy",
-    "BinaryFocalCrossentropy",
     "CategoricalCrossentropy",
+    "CategoricalGeneralizedCrossEntropy",
+    "KLDivergence",
     "SparseCategoricalCrossentropy",
     "binary_crossentropy",
-    "binary_focal_crossentropy",
     "categorical_crossentropy",
+    "categorical_generalized_cross_entropy",
+    "kl_divergence",
     "sparse_categorical_crossentropy",
 ]
 
@@ -41,8 +45,8 @@ def sparse_categorical_crossentropy(
     y_true: Any,
     y_pred: Any,
     from_logits: bool = False,  # noqa: FBT001, FBT002 - tf's signature
-    axis: int = -1,
     ignore_class: int | None = None,
+    axis: int = -1,
 ) -> Tensor:
     """Return the cross-entropy of integer labels.
 
@@ -50,8 +54,8 @@ def sparse_categorical_crossentropy(
         y_true: integer labels, the shape of ``y_pred`` without the classes' axis, which may be there with size 1.
         y_pred: probabilities or logits, ``[batch, ..., classes]``.
         from_logits: whether ``y_pred`` holds logits.
-        axis: the classes' axis.
         ignore_class: a label whose loss is 0, such as that of unlabelled pixels.
+        axis: the classes' axis.
 
     Returns:
         ``y_pred``'s shape without the classes' axis.
@@ -148,54 +152,65 @@ def binary_crossentropy(
         tensor([0.6931])
     """
     check_labels_come_first(y_true, y_pred)
-    labels, scores = _smoothed(y_true, y_pred, label_smoothing)
-    return _binary(labels, scores, from_logits=from_logits).mean(axis)
+    labels, scores = smoothed(y_true, y_pred, label_smoothing)
+    return binary_terms(labels, scores, from_logits=from_logits).mean(axis)
 
 
-def binary_focal_crossentropy(
-    y_true: Any,
-    y_pred: Any,
-    apply_class_balancing: bool = False,  # noqa: FBT001, FBT002
-    alpha: float = 0.25,
-    gamma: float = 2.0,
-    from_logits: bool = False,  # noqa: FBT001, FBT002
-    label_smoothing: float = 0.0,
-    axis: int = -1,
-) -> Tensor:
-    """Return the binary cross-entropy with less weight on examples that are right already.
+def categorical_generalized_cross_entropy(y_true: Any, y_pred: Any, q: float) -> Tensor:
+    """Return ``(1 - p^q) / q``, where ``p`` is the probability of the label: less of wrong labels is learnt.
 
-    Source: Lin et al., "Focal Loss for Dense Object Detection", 2017: ``(1 - p)^gamma`` times the cross-entropy,
-    where ``p`` is the probability of the right label.
+    Source: Zhang and Sabuncu, "Generalized Cross Entropy Loss for Training Deep Neural Networks with
+    Noisy Labels", 2018.
 
     Args:
-        y_true: labels from 0 to 1, ``[batch, ..., n]``.
-        y_pred: probabilities of 1, or logits; ``[batch, ..., n]``.
-        apply_class_balancing: whether to weigh label 1 with ``alpha`` and label 0 with ``1 - alpha``.
-        alpha: the weight of label 1.
-        gamma: the exponent; 0 gives the binary cross-entropy.
-        from_logits: whether ``y_pred`` holds logits.
-        label_smoothing: the part of each label that is moved to 0.5, from 0 to 1.
-        axis: the axis to average over.
+        y_true: integer labels, the shape of ``y_pred`` without the last axis, which may be there with size 1.
+        y_pred: probabilities, ``[batch, ..., classes]``.
+        q: near 0 the loss is like the cross-entropy, near 1 like the absolute error.
 
     Returns:
-        The shape without the axis.
+        ``y_pred``'s shape without the last axis.
+
+    Raises:
+        InvalidArgumentError: the shapes do not fit.
+
+    Example:
+        >>> ts.losses.categorical_generalized_cross_entropy([0, 1], [[0.25, 0.75], [0.0, 1.0]], q=0.5)
+        tensor([1., 0.])
+    """
+    scores = predictions(y_pred)
+    labels = as_tensor(y_true, "y_true", scores.device)
+    if labels.ndim == scores.ndim - 1:
+        labels = labels.unsqueeze(-1)
+    if scores.ndim == 0 or labels.shape != (*scores.shape[:-1], 1):
+        raise errors.InvalidArgumentError(
+            "y_pred must have the shape of y_true and one more axis for the classes. Received: y_true "
+            f"{tuple(labels.shape)}, y_pred {tuple(scores.shape)}. (Labels come first, as in tf.)"
+        )
+    right = scores.gather(-1, labels.long()).squeeze(-1)
+    return (1.0 - right.clamp(min=torch.finfo(right.dtype).tiny) ** q) / q  # at 0 the gradient would be infinite
+
+
+def kl_divergence(y_true: Any, y_pred: Any) -> Tensor:
+    """Return the sum of ``y_true * log(y_true / y_pred)`` over the last axis.
+
+    Args:
+        y_true: probabilities, ``[batch, ..., classes]``.
+        y_pred: probabilities of the same shape.
+
+    Returns:
+        The shape without the last axis.
 
     Raises:
         InvalidArgumentError: the shapes differ.
         ValueError: the arguments seem to be in torch's order.
 
     Example:
-        >>> ts.losses.binary_focal_crossentropy([[1.0]], [[0.0]], from_logits=True)  # a quarter of 0.6931
-        tensor([0.1733])
+        >>> ts.losses.kl_divergence([[0.5, 0.5]], [[0.25, 0.75]])
+        tensor([0.1438])
     """
     check_labels_come_first(y_true, y_pred)
-    labels, scores = _smoothed(y_true, y_pred, label_smoothing)
-    probabilities = scores.sigmoid() if from_logits else clip(scores)
-    wrong = (labels * (1.0 - probabilities) + (1.0 - labels) * probabilities).clamp(min=EPSILON)
-    losses = wrong.pow(gamma) * _binary(labels, scores, from_logits=from_logits)
-    if apply_class_balancing:
-        losses = losses * (labels * alpha + (1.0 - labels) * (1.0 - alpha))
-    return losses.mean(axis)
+    labels, probabilities = (clip(value, high=1.0) for value in as_pair(y_true, y_pred))
+    return (labels * (labels / probabilities).log()).sum(-1)
 
 
 class SparseCategoricalCrossentropy(Loss):
@@ -205,8 +220,9 @@ class SparseCategoricalCrossentropy(Loss):
         from_logits: whether predictions are logits.
         ignore_class: a label that does not count; means are then over the other labels.
         reduction: a ``Reduction`` or its string.
-        name: the loss's name, for logs.
         axis: the classes' axis; 1 for images ``[batch, classes, height, width]``.
+        name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> loss = ts.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
@@ -219,16 +235,17 @@ class SparseCategoricalCrossentropy(Loss):
         from_logits: bool = False,  # noqa: FBT001, FBT002 - tf's signature
         ignore_class: int | None = None,
         reduction: Reduction | str | None = Reduction.AUTO,
-        name: str = "sparse_categorical_crossentropy",
         axis: int = -1,
+        name: str = "sparse_categorical_crossentropy",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
         self.from_logits = from_logits
         self.ignore_class = ignore_class
         self.axis = axis
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102 - the base class's
-        return sparse_categorical_crossentropy(y_true, y_pred, self.from_logits, self.axis, self.ignore_class)
+        return sparse_categorical_crossentropy(y_true, y_pred, self.from_logits, self.ignore_class, self.axis)
 
     def _counts(self, y_true: Any) -> Tensor | None:
         if self.ignore_class is None:
@@ -245,6 +262,7 @@ class CategoricalCrossentropy(Loss):
         axis: the classes' axis.
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> loss = ts.losses.CategoricalCrossentropy(from_logits=True)
@@ -259,8 +277,9 @@ class CategoricalCrossentropy(Loss):
         axis: int = -1,
         reduction: Reduction | str | None = Reduction.AUTO,
         name: str = "categorical_crossentropy",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
         self.from_logits = from_logits
         self.label_smoothing = label_smoothing
         self.axis = axis
@@ -278,6 +297,7 @@ class BinaryCrossentropy(Loss):
         axis: the axis to average over.
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.BinaryCrossentropy(from_logits=True)(torch.tensor([[0.0], [1.0]]), torch.zeros(2, 1))
@@ -291,8 +311,9 @@ class BinaryCrossentropy(Loss):
         axis: int = -1,
         reduction: Reduction | str | None = Reduction.AUTO,
         name: str = "binary_crossentropy",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
         self.from_logits = from_logits
         self.label_smoothing = label_smoothing
         self.axis = axis
@@ -301,65 +322,56 @@ class BinaryCrossentropy(Loss):
         return binary_crossentropy(y_true, y_pred, self.from_logits, self.label_smoothing, self.axis)
 
 
-class BinaryFocalCrossentropy(Loss):
-    """Binary cross-entropy with less weight on what is right already; see ``ts.losses.binary_focal_crossentropy``.
+class CategoricalGeneralizedCrossEntropy(Loss):
+    """Cross-entropy of integer labels that may be wrong; see ``ts.losses.categorical_generalized_cross_entropy``.
 
     Args:
-        apply_class_balancing: whether to weigh label 1 with ``alpha`` and label 0 with ``1 - alpha``.
-        alpha: the weight of label 1.
-        gamma: the exponent; 0 gives the binary cross-entropy.
-        from_logits: whether predictions are logits.
-        label_smoothing: the part of each label that is moved to 0.5, from 0 to 1.
-        axis: the axis to average over.
+        q: near 0 the loss is like the cross-entropy, near 1 like the absolute error; between 0 and 1.
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
+
+    Raises:
+        ValueError: ``q`` is not between 0 and 1.
 
     Example:
-        >>> ts.losses.BinaryFocalCrossentropy(from_logits=True)(torch.tensor([[1.0]]), torch.zeros(1, 1))
-        tensor(0.1733)
+        >>> ts.losses.CategoricalGeneralizedCrossEntropy()([0, 1], [[0.25, 0.75], [0.0, 1.0]])
+        tensor(0.5000)
     """
 
     def __init__(
         self,
-        apply_class_balancing: bool = False,  # noqa: FBT001, FBT002
-        alpha: float = 0.25,
-        gamma: float = 2.0,
-        from_logits: bool = False,  # noqa: FBT001, FBT002
-        label_smoothing: float = 0.0,
-        axis: int = -1,
+        q: float = 0.5,
         reduction: Reduction | str | None = Reduction.AUTO,
-        name: str = "binary_focal_crossentropy",
+        name: str = "categorical_generalized_cross_entropy",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
-        self.apply_class_balancing = apply_class_balancing
-        self.alpha = alpha
-        self.gamma = gamma
-        self.from_logits = from_logits
-        self.label_smoothing = label_smoothing
-        self.axis = axis
+        super().__init__(name, reduction, dtype)
+        if not 0 < q < 1:
+            raise ValueError(f"q must be between 0 and 1. Received: {q!r}")
+        self.q = q
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
-        return binary_focal_crossentropy(
-            y_true,
-            y_pred,
-            self.apply_class_balancing,
-            self.alpha,
-            self.gamma,
-            self.from_logits,
-            self.label_smoothing,
-            self.axis,
-        )
+        return categorical_generalized_cross_entropy(y_true, y_pred, self.q)
 
 
-def _smoothed(y_true: Any, y_pred: Any, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    labels, scores = as_pair(y_true, y_pred)
-    return (labels * (1.0 - label_smoothing) + 0.5 * label_smoothing if label_smoothing else labels), scores
+class KLDivergence(Loss):
+    """Kullback-Leibler divergence of the predictions from the labels; see ``ts.losses.kl_divergence``.
 
+    Args:
+        reduction: a ``Reduction`` or its string.
+        name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
-def _binary(labels: Tensor, scores: Tensor, *, from_logits: bool) -> Tensor:
-    """Return the binary cross-entropy of each entry."""
-    if from_logits:
-        return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
-    probabilities = clip(scores)
-    # Written out: torch's own function on probabilities is refused under autocast.
-    return -(labels * probabilities.log() + (1.0 - labels) * torch.log1p(-probabilities))
+    Example:
+        >>> ts.losses.KLDivergence()([[0.5, 0.5]], [[0.25, 0.75]])
+        tensor(0.1438)
+    """
+
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "kl_divergence", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
+
+    def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
+        return kl_divergence(y_true, y_pred)

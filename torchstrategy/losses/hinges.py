@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.losses.loss import Loss, Reduction, as_pair, check_labels_come_first
+from torchstrategy.losses.loss import DType, Loss, Reduction, as_pair, check_labels_come_first
 
 __all__ = ["CategoricalHinge", "Hinge", "SquaredHinge", "categorical_hinge", "hinge", "squared_hinge"]
 
@@ -85,14 +85,17 @@ class Hinge(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.Hinge()([[-1.0, 1.0]], [[0.5, 0.5]])
         tensor(1.)
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "hinge") -> None:
-        super().__init__(reduction, name)
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "hinge", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102 - the base class's
         return hinge(y_true, y_pred)
@@ -104,14 +107,17 @@ class SquaredHinge(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.SquaredHinge()([[-1.0, 1.0]], [[0.5, 0.5]])
         tensor(1.2500)
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "squared_hinge") -> None:
-        super().__init__(reduction, name)
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "squared_hinge", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return squared_hinge(y_true, y_pred)
@@ -123,14 +129,17 @@ class CategoricalHinge(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.CategoricalHinge()([[0.0, 1.0]], [[0.5, 0.75]])
         tensor(0.7500)
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "categorical_hinge") -> None:
-        super().__init__(reduction, name)
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "categorical_hinge", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return categorical_hinge(y_true, y_pred)

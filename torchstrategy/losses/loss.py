@@ -5,26 +5,30 @@ from __future__ import annotations
 import enum
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchstrategy import errors
 from torchstrategy.base.context import get_strategy, has_strategy, set_within
-from torchstrategy.base.names import Configurable
+from torchstrategy.base.names import Configurable, as_dtype
 
 __all__ = [
     "EPSILON",
+    "DType",
     "Loss",
     "Reduction",
     "as_pair",
     "as_tensor",
+    "binary_terms",
     "check_labels_come_first",
     "clip",
     "matching_weight",
     "predictions",
     "replica_means",
+    "smoothed",
 ]
 
 #: Keras's ``backend.epsilon()``: how far probabilities stay away from 0 and 1.
@@ -86,6 +90,21 @@ def clip(probabilities: Tensor, high: float = 1.0 - EPSILON) -> Tensor:
     return probabilities.clamp(EPSILON, high)
 
 
+def smoothed(y_true: Any, y_pred: Any, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return labels 0 and 1, of which a part is moved to 0.5, and predictions."""
+    labels, scores = as_pair(y_true, y_pred)
+    return (labels * (1.0 - label_smoothing) + 0.5 * label_smoothing if label_smoothing else labels), scores
+
+
+def binary_terms(labels: Tensor, scores: Tensor, *, from_logits: bool) -> Tensor:
+    """Return the binary cross-entropy of each entry."""
+    if from_logits:
+        return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    probabilities = clip(scores)
+    # Written out: torch's own function on probabilities is refused under autocast.
+    return -(labels * probabilities.log() + (1.0 - labels) * torch.log1p(-probabilities))
+
+
 def as_tensor(value: Any, name: str, device: torch.device | None = None) -> Tensor:
     """Return a tensor; numbers and arrays are put on ``device``.
 
@@ -101,6 +120,9 @@ def as_tensor(value: Any, name: str, device: torch.device | None = None) -> Tens
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise errors.InvalidArgumentError(f"{name} must be a tensor or numbers. Received: {value!r}") from error
 
+
+#: What can be given as a dtype.
+DType: TypeAlias = torch.dtype | str | None
 
 _means_are_meant: ContextVar[bool] = ContextVar("torchstrategy_replica_means", default=False)
 
@@ -165,11 +187,14 @@ class Loss(Configurable):
     A subclass defines ``call(y_true, y_pred)``, which returns one loss for each example.
 
     Args:
-        reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs; ``None`` means the class's name.
+        reduction: a ``Reduction`` or its string.
+        dtype: floating-point dtype to which predictions are brought and which losses have, or its name; halves are
+            computed in ``float32``. ``None`` means that of the predictions.
 
     Raises:
-        ValueError: ``reduction`` is unknown.
+        TypeError: ``name`` is a ``Reduction``, whose place was the first one before Keras 3, or ``dtype`` is no dtype.
+        ValueError: ``reduction`` is unknown, or ``dtype`` is not one of floating-point numbers.
 
     Example:
         >>> class Quartic(ts.losses.Loss):
@@ -179,9 +204,16 @@ class Loss(Configurable):
         tensor([ 1., 16.])
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str | None = None) -> None:
+    def __init__(
+        self, name: str | None = None, reduction: Reduction | str | None = Reduction.AUTO, dtype: DType = None
+    ) -> None:
+        if name in tuple(Reduction):
+            raise TypeError(f"The first argument of a Loss is its name. Write reduction={str(name)!r}.")
         self.reduction = Reduction.parse(reduction)
         self.name = type(self).__name__ if name is None else name
+        self.dtype = None if dtype is None else as_dtype(dtype)
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"The dtype of a loss must be one of floating-point numbers. Received: {dtype!r}")
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:
         """Return one loss for each example; to be defined by a subclass.
@@ -216,7 +248,7 @@ class Loss(Configurable):
             InvalidArgumentError: shapes do not fit.
         """
         self._check_reduction()
-        losses = as_tensor(self.call(y_true, y_pred), "the result of call")
+        losses = self._of_examples(y_true, y_pred)
         if not losses.dtype.is_floating_point:
             losses = losses.to(torch.get_default_dtype())
         if losses.ndim == 0 and get_strategy().num_replicas_in_sync > 1:
@@ -233,6 +265,13 @@ class Loss(Configurable):
             divisor = self._label_divisor(y_true, sample_weight)
             total = total / (max(losses.numel(), 1) if divisor is None else divisor + (divisor == 0))
         return total.to(weighted.dtype)
+
+    def _of_examples(self, y_true: Any, y_pred: Any) -> Tensor:
+        """Return what ``call`` returns, in the loss's dtype."""
+        if self.dtype is None:
+            return as_tensor(self.call(y_true, y_pred), "the result of call")
+        losses = self.call(y_true, as_tensor(y_pred, "y_pred").to(self.dtype))
+        return as_tensor(losses, "the result of call").to(self.dtype)
 
     def _label_divisor(self, y_true: Any, sample_weight: Any = None) -> Tensor | None:
         """Return what a mean divides by if labels or weights say so; ``None`` if it is the number of losses."""

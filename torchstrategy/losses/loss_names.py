@@ -6,12 +6,12 @@ import inspect
 from typing import Any
 
 from torchstrategy.base.names import find
-from torchstrategy.losses import crossentropies, distributions, hinges, regression
+from torchstrategy.losses import crossentropies, hinges, rare_classes, regression
 from torchstrategy.losses.loss import Loss
 
 __all__ = ["REMEDY", "get"]
 
-_MODULES = (crossentropies, distributions, hinges, regression)
+_MODULES = (crossentropies, hinges, rare_classes, regression)
 _ALIASES = {
     "bce": "binary_crossentropy",
     "kld": "kl_divergence",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstrategy.losses.loss import EPSILON, Loss, Reduction, as_pair, check_labels_come_first
+from torchstrategy.losses.loss import EPSILON, DType, Loss, Reduction, as_pair, check_labels_come_first
 
 __all__ = [
     "CosineSimilarity",
@@ -18,6 +19,7 @@ __all__ = [
     "MeanAbsolutePercentageError",
     "MeanSquaredError",
     "MeanSquaredLogarithmicError",
+    "Poisson",
     "cosine_similarity",
     "huber",
     "log_cosh",
@@ -25,6 +27,7 @@ __all__ = [
     "mean_absolute_percentage_error",
     "mean_squared_error",
     "mean_squared_logarithmic_error",
+    "poisson",
 ]
 
 
@@ -180,20 +183,46 @@ def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> Tensor:
     return -F.cosine_similarity(labels, values, dim=axis, eps=EPSILON)
 
 
+def poisson(y_true: Any, y_pred: Any) -> Tensor:
+    """Return the mean of ``y_pred - y_true * log(y_pred)`` over the last axis.
+
+    Args:
+        y_true: counts, ``[batch, ..., n]``.
+        y_pred: expected counts of the same shape, not their logarithms.
+
+    Returns:
+        The shape without the last axis.
+
+    Raises:
+        InvalidArgumentError: the shapes differ.
+        ValueError: the arguments seem to be in torch's order.
+
+    Example:
+        >>> ts.losses.poisson([[1.0]], [[2.0]])
+        tensor([1.3069])
+    """
+    check_labels_come_first(y_true, y_pred)
+    counts, expected = as_pair(y_true, y_pred)
+    return (expected - counts * torch.log(expected + EPSILON)).mean(-1)
+
+
 class MeanSquaredError(Loss):
     """Mean of squared errors; see ``ts.losses.mean_squared_error``.
 
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.MeanSquaredError(reduction="none")([[0.0, 1.0]], [[2.0, 1.0]])
         tensor([2.])
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "mean_squared_error") -> None:
-        super().__init__(reduction, name)
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "mean_squared_error", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102 - the base class's
         return mean_squared_error(y_true, y_pred)
@@ -205,14 +234,17 @@ class MeanAbsoluteError(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.MeanAbsoluteError(reduction="none")([[0.0, 1.0]], [[2.0, 1.0]])
         tensor([1.])
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "mean_absolute_error") -> None:
-        super().__init__(reduction, name)
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "mean_absolute_error", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return mean_absolute_error(y_true, y_pred)
@@ -224,6 +256,7 @@ class MeanAbsolutePercentageError(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.MeanAbsolutePercentageError()([[4.0]], [[3.0]])
@@ -231,9 +264,12 @@ class MeanAbsolutePercentageError(Loss):
     """
 
     def __init__(
-        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "mean_absolute_percentage_error"
+        self,
+        reduction: Reduction | str | None = Reduction.AUTO,
+        name: str = "mean_absolute_percentage_error",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return mean_absolute_percentage_error(y_true, y_pred)
@@ -245,6 +281,7 @@ class MeanSquaredLogarithmicError(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.MeanSquaredLogarithmicError()([[0.0]], [[1.0]])
@@ -252,9 +289,12 @@ class MeanSquaredLogarithmicError(Loss):
     """
 
     def __init__(
-        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "mean_squared_logarithmic_error"
+        self,
+        reduction: Reduction | str | None = Reduction.AUTO,
+        name: str = "mean_squared_logarithmic_error",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return mean_squared_logarithmic_error(y_true, y_pred)
@@ -267,6 +307,7 @@ class Huber(Loss):
         delta: where the loss changes from quadratic to linear; more than 0.
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.Huber(reduction="none")([[0.0], [0.0]], [[1.0], [3.0]])
@@ -274,9 +315,13 @@ class Huber(Loss):
     """
 
     def __init__(
-        self, delta: float = 1.0, reduction: Reduction | str | None = Reduction.AUTO, name: str = "huber_loss"
+        self,
+        delta: float = 1.0,
+        reduction: Reduction | str | None = Reduction.AUTO,
+        name: str = "huber_loss",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
         self.delta = delta
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
@@ -289,14 +334,17 @@ class LogCosh(Loss):
     Args:
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.LogCosh()([[0.0]], [[1.0]])
         tensor(0.4338)
     """
 
-    def __init__(self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "log_cosh") -> None:
-        super().__init__(reduction, name)
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "log_cosh", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return log_cosh(y_true, y_pred)
@@ -309,6 +357,7 @@ class CosineSimilarity(Loss):
         axis: the axis of the vectors.
         reduction: a ``Reduction`` or its string.
         name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
 
     Example:
         >>> ts.losses.CosineSimilarity()([[0.0, 2.0]], [[0.0, 1.0]])
@@ -316,10 +365,36 @@ class CosineSimilarity(Loss):
     """
 
     def __init__(
-        self, axis: int = -1, reduction: Reduction | str | None = Reduction.AUTO, name: str = "cosine_similarity"
+        self,
+        axis: int = -1,
+        reduction: Reduction | str | None = Reduction.AUTO,
+        name: str = "cosine_similarity",
+        dtype: DType = None,
     ) -> None:
-        super().__init__(reduction, name)
+        super().__init__(name, reduction, dtype)
         self.axis = axis
 
     def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
         return cosine_similarity(y_true, y_pred, self.axis)
+
+
+class Poisson(Loss):
+    """Negative log-likelihood of counts, without the part that the labels fix; see ``ts.losses.poisson``.
+
+    Args:
+        reduction: a ``Reduction`` or its string.
+        name: the loss's name, for logs.
+        dtype: dtype of the losses; ``None`` means that of the predictions.
+
+    Example:
+        >>> ts.losses.Poisson()([[1.0]], [[2.0]])
+        tensor(1.3069)
+    """
+
+    def __init__(
+        self, reduction: Reduction | str | None = Reduction.AUTO, name: str = "poisson", dtype: DType = None
+    ) -> None:
+        super().__init__(name, reduction, dtype)
+
+    def call(self, y_true: Any, y_pred: Any) -> Tensor:  # noqa: D102
+        return poisson(y_true, y_pred)

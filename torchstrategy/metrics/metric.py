@@ -19,7 +19,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import warn_once
-from torchstrategy.base.names import Configurable, snake_case
+from torchstrategy.base.names import Configurable, as_dtype, snake_case
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.replicas.mirrored import bodies
 
@@ -249,14 +249,6 @@ def _giving_results(result: Callable[..., Any]) -> Callable[..., Any]:
             return tree.map_leaves(finish, result(self))
 
     return giving
-
-
-def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a dtype for a dtype or its name."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype or its name, such as 'float32'. Received: {dtype!r}")
-    return found
 
 
 def sum_dtype() -> torch.dtype:
