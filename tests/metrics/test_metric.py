@@ -219,6 +219,13 @@ def test_a_failing_update_counts_nothing():
     assert not metric.update_called
 
 
+def test_the_dtype_comes_first():
+    metric = ts.metrics.Metric("float64", "mine")
+    assert (metric.dtype, metric.name) == (torch.float64, "mine")
+    with pytest.raises(TypeError, match=r"Received: 'mine'\. If that is the metric's name, write name="):
+        ts.metrics.Metric("mine", "float64")
+
+
 def test_dtype_of_results():
     metric = Fraction(dtype="float16")
     metric.update_state(torch.ones(3))

@@ -16,7 +16,7 @@ class Range(ts.metrics.Metric):
     """A metric as a user writes it."""
 
     def __init__(self, name=None, dtype=None):
-        super().__init__(name, dtype)
+        super().__init__(dtype, name)
         self.low = self.add_weight(initializer=torch.inf, aggregation="min")
         self.high = self.add_weight(initializer=-torch.inf, aggregation="max")
         self.weight = self.add_weight()

@@ -78,7 +78,7 @@ class AUC(Metric):
         label_weights: Any = None,
         from_logits: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        super().__init__(name, dtype)
+        super().__init__(dtype, name)
         self.thresholds = _thresholds(num_thresholds, thresholds)
         self.curve = _one_of("curve", curve, ("ROC", "PR"))
         self.summation_method = _one_of("summation_method", summation_method, ("interpolation", "minoring", "majoring"))

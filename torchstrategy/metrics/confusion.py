@@ -59,7 +59,7 @@ class ConfusionMetric(Metric):
         name: str | None = None,
         dtype: torch.dtype | str | None = None,
     ) -> None:
-        super().__init__(name, dtype)
+        super().__init__(dtype, name)
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k must be at least 1. Received: {top_k}")
         if class_id is not None and class_id < 0:

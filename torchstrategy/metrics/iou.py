@@ -54,7 +54,7 @@ class IoU(Metric):
         sparse_y_pred: bool = True,  # noqa: FBT001, FBT002
         axis: int = -1,
     ) -> None:
-        super().__init__(name, dtype)
+        super().__init__(dtype, name)
         if num_classes < 1:
             raise ValueError(f"num_classes must be at least 1. Received: {num_classes}")
         targets = list(target_class_ids)

@@ -43,7 +43,7 @@ class WeightedMean(Metric):
     """
 
     def __init__(self, name: str | None = None, dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(name, dtype)
+        super().__init__(dtype, name)
         self.total: Tensor = self.add_weight("total")
         self.count: Tensor = self.add_weight("count")
 
@@ -124,7 +124,7 @@ class Sum(Metric):
     """
 
     def __init__(self, name: str = "sum", dtype: torch.dtype | str | None = None) -> None:
-        super().__init__(name, dtype)
+        super().__init__(dtype, name)
         self.total: Tensor = self.add_weight("total")
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:

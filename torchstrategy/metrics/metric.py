@@ -50,13 +50,17 @@ class Metric(Configurable, torchmetrics.Metric):
     Without a strategy the metric is a plain object. It is a torchmetrics metric as well.
 
     Args:
-        name: the metric's name, for logs; ``None`` means the class's name in snake case. (Keras also numbers them.)
         dtype: dtype of floating-point results, or its name; ``None`` means torch's default dtype at construction.
+        name: the metric's name, for logs; ``None`` means the class's name in snake case. (Keras also numbers them.)
+
+    Raises:
+        TypeError: ``dtype`` is no dtype, such as the name, whose place was the first one before Keras 3, or ``name`` no
+            string.
 
     Example:
         >>> class Largest(ts.metrics.Metric):
         ...     def __init__(self, name="largest", dtype=None):
-        ...         super().__init__(name, dtype)
+        ...         super().__init__(dtype=dtype, name=name)
         ...         self.largest = self.add_weight(name="largest", initializer=-torch.inf, aggregation="max")
         ...
         ...     def update_state(self, values, sample_weight=None):
@@ -79,12 +83,15 @@ class Metric(Configurable, torchmetrics.Metric):
     #: Whether it was found to be a replica's own, or to be recorded, so that updates need not look again.
     _has_its_place = False
 
-    def __init__(self, name: str | None = None, dtype: torch.dtype | str | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | str | None = None, name: str | None = None) -> None:
         super().__init__()
         if name is not None and not isinstance(name, str):
             raise TypeError(f"A metric's name must be a string. Received: {name!r}")
         self.name = snake_case(type(self).__name__) if name is None else name
-        self.result_dtype = torch.get_default_dtype() if dtype is None else as_dtype(dtype)
+        try:
+            self.result_dtype = torch.get_default_dtype() if dtype is None else as_dtype(dtype)
+        except TypeError as error:
+            raise TypeError(f"{error}. If that is the metric's name, write name=: the dtype comes first.") from error
         self._has_its_place = current_replica_context() is not None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
