@@ -22,7 +22,7 @@ MINUTES ?= inf
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-pythons test-gpu test-tpu test-engines soak lint format types docs notebooks build clean
+.PHONY: help demo test test-slow test-pythons test-gpu test-tpu test-engines soak lint format types docs notebooks notebook-tpu build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
@@ -37,7 +37,8 @@ help:
 	@echo "make lint       ruff check and ruff format --check; 'make format' repairs what can be repaired"
 	@echo "make types      mypy --strict on the library"
 	@echo "make docs       build the documentation into docs/_build/html, warnings are errors"
-	@echo "make notebooks  run the documentation's notebooks and store what their cells print; draw the README's picture"
+	@echo "make notebooks  run the documentation's notebooks, but the one about TPUs, and store what they print; draw the picture"
+	@echo "make notebook-tpu  the same for the one about TPUs, with torch-xla in an environment of its own"
 	@echo "make build      build the source distribution and the wheel into dist/"
 	@echo "make clean      remove the virtual environments and everything that was built"
 
@@ -85,6 +86,10 @@ docs: $(VENV)/.docs
 notebooks: $(VENV)/.docs
 	$(RUN) docs/execute_notebooks.py
 	$(RUN) docs/draw_picture.py
+
+notebook-tpu: $(XLA_VENV)/.dev
+	$(XLA_RUN) -m pip install --quiet --disable-pip-version-check nbclient ipykernel
+	$(XLA_RUN) docs/execute_notebooks.py docs/tutorials/tpu.ipynb
 
 build: $(VENV)/.dev
 	$(RUN) -m build --no-isolation --outdir dist .

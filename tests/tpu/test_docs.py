@@ -11,8 +11,10 @@ import torch
 
 import torchstrategy as ts
 from tests.test_docs import FENCE, ROOT, run_page
+from tests.test_tutorials import check_outputs, run_notebook
 
 PAGE = ROOT / "docs" / "tpu.md"
+NOTEBOOK = ROOT / "docs" / "tutorials" / "tpu.ipynb"
 MARK = "tests/tpu/test_docs.py"
 
 
@@ -50,3 +52,7 @@ def test_page(xla_process, tmp_path):
     number, text = blocks_for_tpus()
     assert number >= 3
     xla_process(4, fresh=True).run(run_text, text, str(tmp_path))
+
+
+def test_notebook(xla_process, tmp_path):
+    check_outputs(NOTEBOOK, xla_process(2, fresh=True).run(run_notebook, NOTEBOOK, {}, tmp_path))
