@@ -22,7 +22,8 @@ MINUTES ?= inf
 # The tests start thousands of processes. Where bytecode is not kept, each compiles the library anew, a third of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-pythons test-gpu test-tpu test-engines soak lint format types docs notebooks notebook-tpu build clean
+.PHONY: help demo test test-slow test-pythons test-gpu test-tpu test-engines soak lint format types docs
+.PHONY: notebooks notebook-tpu build clean
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
