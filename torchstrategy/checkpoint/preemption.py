@@ -27,7 +27,10 @@ __all__ = ["EXIT_STATUS", "AgreedStop", "PreemptionWatcher", "TerminationConfig"
 
 #: As a process that SIGTERM has ended; what starts jobs again takes it for an interruption, and not for a failure.
 EXIT_STATUS = 128 + signal.SIGTERM
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_OF_PROGRAMS = tuple(
+    getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)  # none on Windows
+_SIGNALS = (signal.SIGTERM, *_OF_PROGRAMS)
 _POLL_S = 1.0
 _MOST_STEPS_BETWEEN = 100
 
@@ -217,7 +220,7 @@ class PreemptionWatcher:
         """Watch nothing in a forked process: SIGUSR1 and SIGUSR2 are ignored there, other signals as they were."""
         self._closed.set()
         for number, before in self._handlers.items():
-            signal.signal(number, signal.SIG_IGN if number in (signal.SIGUSR1, signal.SIGUSR2) else before)
+            signal.signal(number, signal.SIG_IGN if number in _OF_PROGRAMS else before)
 
 
 class _Wakeup:

@@ -80,7 +80,7 @@ def describe(failures: Mapping[int, ProcessFailure]) -> str:
         lines += [f"    {line}" for line in message[:_MAX_LINES]]
         lines += [f"    ... {len(message) - _MAX_LINES} more lines"] if len(message) > _MAX_LINES else []
         lines += [f"    at {error.place}"] if error.place else []
-    elif failure.exitcode == -signal.SIGKILL:
+    elif failure.exitcode == -getattr(signal, "SIGKILL", 0):
         lines.append("    SIGKILL often comes from the kernel when memory runs out: see dmesg.")
     for rank, failure in others:
         error = _read(failure.error_file)

@@ -41,7 +41,8 @@ from torchstrategy.cli.host import num_usable_cores
 __all__ = ["SignalReceived", "num_hosts", "num_workers", "run", "until_signal"]
 
 #: Those for which torch's launcher registers its handler.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+_HAS_ALARM = hasattr(signal, "setitimer")  # not on Windows
 _AGAIN_S = 1.0
 _PATIENCE_S = 30.0  # torch's own with workers that do not end
 _Result = TypeVar("_Result")
@@ -104,7 +105,7 @@ class _Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if number != signal.SIGALRM:
+        if not _HAS_ALARM or number != signal.SIGALRM:
             self.number = self.number or signal.Signals(number)
         if self.is_over or self.number is None:
             return
@@ -122,6 +123,8 @@ class _Handler:
             signal.setitimer(signal.ITIMER_REAL, *timer)
 
     def _call_again(self) -> None:
+        if not _HAS_ALARM:
+            return
         # No thread: it might be one that is just being started which the signal has interrupted.
         timer = signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         if self._alarm_before is None:

@@ -27,6 +27,7 @@ import torch
 from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
+from torchstrategy.errors import UnimplementedError
 from torchstrategy.ps.server import Server
 from torchstrategy.testing.processes import process_context, signal_process
 
@@ -55,6 +56,7 @@ class LocalCluster:
 
     Raises:
         ValueError: a number is not positive.
+        UnimplementedError: on Windows.
 
     Example:
         >>> with ts.testing.LocalCluster(num_workers=2, num_ps=1) as cluster:
@@ -72,6 +74,11 @@ class LocalCluster:
     ) -> None:
         if num_workers < 1 or num_ps < 1:
             raise ValueError(f"A cluster has at least 1 worker and 1 ps. Received: {num_workers} and {num_ps}")
+        if not hasattr(signal, "SIGCONT"):
+            raise UnimplementedError(
+                f"A LocalCluster needs signals and inherited files, which {sys.platform} does not have. Use Linux "
+                "(WSL) or macOS, or start each ts.Server in a terminal of its own: torchstrategy server."
+            )
         self._config = config
         self._environment = dict(environment or {})
         self._servers: dict[Task, _ServerProcess] = {}

@@ -320,7 +320,7 @@ def signal_process(process: Any, number: int) -> None:
         number: the signal.
     """
     os.kill(process.pid, number)
-    while number == signal.SIGSTOP and sys.platform == "linux" and process.is_alive():
+    while sys.platform == "linux" and number == signal.SIGSTOP and process.is_alive():
         with contextlib.suppress(OSError):  # a thread has ended meanwhile
             if all(map(is_stopped, Path(f"/proc/{process.pid}/task").glob("*/stat"))):
                 return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import heapq
 import json
 import os
@@ -22,6 +21,9 @@ import sys
 import time
 from collections import deque
 from typing import Any
+
+with contextlib.suppress(ImportError):  # not on Windows, where `Network` refuses to start this
+    import fcntl
 
 __all__: list[str] = []  # a script
 

@@ -150,7 +150,7 @@ class TensorDoor:
         finally:
             with self._lock:
                 self._strangers.discard(connection)
-        if connection.family != socket.AF_UNIX:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._serve(session, connection, seal_out, seal_in)
 

@@ -8,7 +8,7 @@ is fresh memory.
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +39,9 @@ _CLOSE = "close_channel"  # the kind of the message that ends a ZeroMQ connectio
 _CLOSE_LINGER_MS = 1000
 _SMALL_BYTES = 64 << 10  # read at once; tensors of larger messages get memory of their own
 _MAX_BUFFERS = 512  # of one system call; IOV_MAX is 1024
+# Windows has neither.
+_Selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.SelectSelector)
+_TAKES_SEVERAL = hasattr(socket.socket, "sendmsg")
 
 
 Into = Callable[[Header], Sequence["Tensor | None"]]
@@ -118,10 +121,10 @@ class StreamWire:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait until something has come, see ``Wire``."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        if not poll.poll(None if timeout_seconds is None else 1000 * timeout_seconds):
-            raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
+        with _Selector() as selector:
+            selector.register(self.socket, selectors.EVENT_READ)
+            if not selector.select(timeout_seconds):
+                raise DeadlineExceededError(f"Nothing came within {timeout_seconds:g} s.")
 
     def receive(self, into: Into | None = None) -> Message:
         """Wait for the next message, see ``Wire``."""
@@ -336,7 +339,7 @@ def _send_all(connection: socket.socket, buffers: Sequence[bytes | memoryview]) 
     rest = [memoryview(buffer) for buffer in buffers]
     while rest:
         try:
-            sent = connection.sendmsg(rest[:_MAX_BUFFERS])
+            sent = connection.sendmsg(rest[:_MAX_BUFFERS]) if _TAKES_SEVERAL else connection.send(rest[0])
         except OSError as error:
             raise ConnectionError(f"the connection is closed: {error}") from error
         rest = _after(rest, sent)
@@ -351,7 +354,7 @@ def _read_buffers(connection: socket.socket, buffers: Sequence[memoryview]) -> N
     closed: type[ConnectionError] = ConnectionError
     while rest:
         try:
-            if len(rest) == 1:
+            if len(rest) == 1 or not _TAKES_SEVERAL:
                 received = connection.recv_into(rest[0], 0, socket.MSG_WAITALL)
             else:
                 received = connection.recvmsg_into(rest[:_MAX_BUFFERS], 0, socket.MSG_WAITALL)[0]

@@ -109,8 +109,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if not hasattr(os, "killpg"):  # on Windows, where it has no group
+        process.kill()
+    else:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -121,7 +124,8 @@ def _why(setup: Setup, process: subprocess.Popen[bytes], timeout_s: float, is_la
         return f"process {setup.rank} did not end within {timeout_s:g} s: raise --timeout, or record fewer --steps"
     lines = log_path(setup).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     status = process.returncode
-    how = "was ended after another one's failure" if status == -signal.SIGKILL else f"ended with exit status {status}"
+    was_killed = status == -getattr(signal, "SIGKILL", 0)
+    how = "was ended after another one's failure" if was_killed else f"ended with exit status {status}"
     return "\n".join([f"process {setup.rank} {how}", *lines[-_NUM_LINES:]])
 
 
