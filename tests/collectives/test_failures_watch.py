@@ -6,9 +6,11 @@ import time
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchstrategy.collectives import notices
 from torchstrategy.collectives.failures import FailureWatch
+from torchstrategy.errors import ReplicaFailedError
 
 
 @pytest.fixture(params=["pairs", 1])
@@ -49,6 +51,42 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.01)
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return type(caught), caught, caught.__traceback__
+
+
+def test_the_error_of_another_rank_is_printed_without_a_traceback(watches, capsys, monkeypatch):
+    on_uncaught = watches([0])[0]._on_uncaught
+    kind, error, trace = raised(ReplicaFailedError("Rank 1 failed: ValueError: boom"))
+    on_uncaught(kind, error, trace)
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "torchstrategy.errors.ReplicaFailedError: Rank 1 failed: ValueError: boom"
+    assert [line for line in printed if line.startswith(("Traceback", "  File"))] == []
+    if sys.version_info >= (3, 11):
+        assert printed[1].startswith(f"At {__file__}:")
+    assert error.__traceback__ is trace
+    monkeypatch.setenv("TORCHSTRATEGY_FULL_TRACEBACK", "1")
+    on_uncaught(kind, error, trace)
+    assert capsys.readouterr().err.startswith("Traceback")
+
+
+def test_torchrun_is_told_of_the_cause_only(watches, monkeypatch, tmp_path, capsys):
+    on_uncaught = watches([0])[0]._on_uncaught
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    on_uncaught(*raised(ReplicaFailedError("Rank 1 failed: ValueError: boom")))
+    assert not path.exists()
+    on_uncaught(*raised(ValueError("boom")))
+    assert capsys.readouterr().err.endswith("ValueError: boom\n")
+    failure = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(path))
+    assert failure.message["message"] == "ValueError: boom"
+    assert failure.message["extraInfo"]["py_callstack"].endswith("ValueError: boom\n")
+    assert abs(failure.timestamp - time.time()) < 100
 
 
 def test_a_failure_that_comes_before_the_watch_is_complete(watches):

@@ -6,15 +6,19 @@ wait for a dead process. So a small process of its own beats, for as long as its
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Job", "Pulse", "heartbeat_seconds"]
+__all__ = ["Job", "Pulse", "heartbeat_seconds", "tell_launcher"]
 
 _END_S = 1.0
 # Imports nothing that takes time or memory. It ends with its standard input, or with its parent, however that ends.
@@ -151,3 +155,12 @@ class Job:
     local_rank: int | None = None
     local_size: int | None = None
     resolver: Any = field(default=None, compare=False, repr=False)
+
+
+def tell_launcher(error: Exception) -> None:
+    """Write an error where torchrun looks for the cause of a job's end, as ``record`` of torch's launcher does."""
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,9 +31,11 @@ __all__ = [
     "info_once",
     "is_of_library",
     "is_users_file",
+    "line_of_program",
     "logger",
     "set_rank",
     "show_info",
+    "shows_all_frames",
     "users_frame",
     "warn_once",
     "warn_once_at",
@@ -80,13 +83,24 @@ def is_of_library(file: str) -> bool:
     return file.startswith((_PACKAGE, "<")) or _TORCH in file
 
 
+def shows_all_frames() -> bool:
+    """Say whether ``TORCHSTRATEGY_FULL_TRACEBACK`` asks for tracebacks with all calls."""
+    return os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") != "0"
+
+
+def line_of_program(trace: TracebackType | None) -> str:
+    """Return the last line of the program in a traceback, as ``train.py:12 in step``; empty if there is none."""
+    lines = [f for f in traceback.extract_tb(trace) if is_users_file(f.filename)]
+    return f"{lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if lines else ""
+
+
 def hide_own_frames(error: Exception) -> None:
     """Leave the library's calls that lie between calls of the program out of the traceback of a caught error.
 
     What follows the program's last line stays, as the place where the library raised an error of its own.
     ``TORCHSTRATEGY_FULL_TRACEBACK=1`` keeps all, and so does Python 3.10.
     """
-    if os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") != "0":
+    if shows_all_frames():
         return
     entries = []
     entry = error.__traceback__

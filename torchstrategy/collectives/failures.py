@@ -18,8 +18,8 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
-from torchstrategy.base.job import heartbeat_seconds
-from torchstrategy.base.log import logger
+from torchstrategy.base.job import heartbeat_seconds, tell_launcher
+from torchstrategy.base.log import add_note, line_of_program, logger, shows_all_frames
 from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.control import ControlPlane
@@ -386,4 +386,13 @@ class FailureWatch:
         # A forked child has no connections.
         if isinstance(error, Exception) and self._plane.is_connected:
             self.report(f"its program ({self.position})", error)
+        if isinstance(error, ReplicaFailedError) and not shows_all_frames():
+            add_note(error, f"At {line_of_program(trace)}; the traceback is the other rank's.")
+            try:
+                self._previous_hook(kind, error.with_traceback(None), None)
+            finally:
+                error.__traceback__ = trace
+            return
+        if isinstance(error, Exception):
+            tell_launcher(error)
         self._previous_hook(kind, error, trace)
