@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import torch
 from hydra.utils import instantiate

@@ -9,7 +9,7 @@ import os
 import signal
 from pathlib import Path
 
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig

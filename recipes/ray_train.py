@@ -7,7 +7,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import ray.train
 import torch

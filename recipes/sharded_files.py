@@ -6,7 +6,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import checks
-import hydra
+import hydra  # pip install hydra-core
 import profiles
 import torch
 from comparisons import ratio_cell

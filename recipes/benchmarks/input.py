@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import checks
-import hydra
+import hydra  # pip install hydra-core
 import matplotlib as mpl
 import numpy as np
 import profiles

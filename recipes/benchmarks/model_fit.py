@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import checks
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import profiles
 import torch

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import checks
-import hydra
+import hydra  # pip install hydra-core
 import profiles
 import torch
 import torch.distributed as dist

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import checks
-import hydra
+import hydra  # pip install hydra-core
 import profiles
 import torch
 from hydra.core.hydra_config import HydraConfig

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import checks
-import hydra
+import hydra  # pip install hydra-core
 import profiles
 import torch
 from collective_times import price_of_records, time_collectives

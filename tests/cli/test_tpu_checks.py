@@ -35,7 +35,7 @@ def test_nothing_is_said_where_there_is_nothing():
 def test_chips_without_torch_xla():
     (finding,) = check_tpus(FakeHost(num_tpu_chips=4), None)
     assert (finding.status, finding.detail) == ("warn", "4 chip(s), but torch_xla is not installed")
-    assert finding.remedy == "pip install 'torchstrategy[tpu]'"
+    assert finding.remedy == "pip install 'torch-xla[tpu]==2.9.*' 'torch==2.9.*'"
 
 
 def test_a_pair_that_does_not_fit(installed):

@@ -61,7 +61,7 @@ def test_instances_of_all_pages():
 def test_without_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "googleapiclient", None)
     monkeypatch.setitem(sys.modules, "googleapiclient.discovery", None)
-    with pytest.raises(ImportError, match=r"the argument service: pip install 'torchstrategy\[gce\]'"):
+    with pytest.raises(ImportError, match=r"the argument service: pip install 'google-api-python-client>="):
         ts.cluster_resolver.GCEClusterResolver("p", "z", "g", 8470)
 
 

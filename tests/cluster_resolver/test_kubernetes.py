@@ -70,7 +70,7 @@ def test_a_pod_that_does_not_run():
 def test_without_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchstrategy\[kubernetes\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'kubernetes>="):
         Kubernetes()
 
 

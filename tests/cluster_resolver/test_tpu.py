@@ -16,7 +16,7 @@ def test_local():
     assert (resolver.master(), resolver.get_master(), resolver.environment) == ("", "", "")
     assert (resolver.task_type, resolver.task_id, resolver.get_job_name()) == ("worker", 0, "worker")
     assert resolver.num_accelerators() == {"TPU": 0}
-    with pytest.raises(ts.errors.UnimplementedError, match=r"pip install 'torchstrategy\[tpu\]'"):
+    with pytest.raises(ts.errors.UnimplementedError, match=r"pip install 'torch-xla\[tpu\]=="):
         resolver.get_tpu_system_metadata()
 
 
@@ -75,7 +75,7 @@ def test_by_name():
 def test_by_name_without_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "googleapiclient", None)
     monkeypatch.setitem(sys.modules, "googleapiclient.discovery", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchstrategy\[gce\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'google-api-python-client>="):
         TPU("mine", "z", "p", environ={})
 
 

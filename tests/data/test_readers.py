@@ -572,7 +572,7 @@ def test_missing_package(tmp_path, monkeypatch, reader, package):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"readers\.\w+ needs {package}: pip install 'torchstrategy\[files\]'"):
+    with pytest.raises(ImportError, match=rf"readers\.\w+ needs {package}: pip install 'pyarrow>="):
         list(reader(tmp_path / "a"))
 
 

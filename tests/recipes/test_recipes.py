@@ -43,6 +43,12 @@ def test_there_are_ten():
     assert sorted(SHORT) == ALONE
 
 
+@pytest.mark.parametrize("path", sorted(layouts.RECIPES.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_traceback_without_hydra_shows_what_to_install(path):
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("import hydra")]
+    assert set(lines) <= {"import hydra  # pip install hydra-core"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_short_and_needs_no_file_but_its_own(name):
     text = (layouts.RECIPES / f"{name}.py").read_text(encoding="utf-8")

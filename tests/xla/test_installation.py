@@ -54,7 +54,7 @@ def test_wrong_pairs_are_named(installed, torch_version, xla_version, needed):
 
 def test_missing(installed):
     installed("2.9.1", None, is_there=False)
-    with pytest.raises(ImportError, match=r"pip install 'torchstrategy\[tpu\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-xla\[tpu\]=="):
         runtime.check_installation()
     assert not runtime.is_installed()
 

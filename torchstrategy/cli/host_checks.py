@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy import patches
-from torchstrategy.base import __version__
+from torchstrategy.base import __version__, how_to_install
 from torchstrategy.base.job import Job
 from torchstrategy.cli.host import Finding, Host, Status, version_of
 from torchstrategy.xla.runtime import check_installation
@@ -28,7 +28,7 @@ __all__ = [
     "check_versions",
 ]
 
-_INSTALL = "pip install 'torchstrategy[tpu]'"
+_INSTALL = how_to_install("tpu")
 
 
 def check_tpus(host: Host, job: Job | None) -> Iterator[Finding]:

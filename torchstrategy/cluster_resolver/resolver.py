@@ -6,6 +6,7 @@ import abc
 import importlib
 from typing import Any
 
+from torchstrategy.base import how_to_install
 from torchstrategy.base.devices import kind_of, visible_devices
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 
@@ -147,7 +148,7 @@ def import_optional(module: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"This resolver needs {what}: pip install 'torchstrategy[{extra}]'") from error
+        raise ImportError(f"This resolver needs {what}: {how_to_install(extra)}") from error
 
 
 def make_service(api: str, credentials: Any, discovery_url: str | None = None) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchstrategy.base import how_to_install
 from torchstrategy.base.addresses import join_address, split_address
 from torchstrategy.base.job import Job
 from torchstrategy.base.later import explains_absent
@@ -186,7 +187,7 @@ class TPUClusterResolver(ClusterResolver):
         runtime = self._runtime("get_tpu_system_metadata")
         if runtime is None:
             raise UnimplementedError(
-                "Nothing is known about TPUs without torch_xla: pip install 'torchstrategy[tpu]', with PJRT_DEVICE=TPU."
+                f"Nothing is known about TPUs without torch_xla: {how_to_install('tpu')}, with PJRT_DEVICE=TPU."
             )
         num_cores, num_here = runtime.count_devices()
         names = [f"/job:localhost/replica:0/task:0/device:TPU:{index}" for index in range(num_here)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base import how_to_install
 from torchstrategy.checkpoint.storage import write_file
 
 __all__ = ["SAFE_SUFFIX", "find_safetensors", "read_safetensors", "write_safetensors"]
@@ -34,7 +35,7 @@ def find_safetensors() -> Any:
         import safetensors.torch  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError(
-            "Files that end in .safetensors need the package safetensors: pip install 'torchstrategy[safetensors]'. Or "
+            f"Files that end in .safetensors need the package safetensors: {how_to_install('safetensors')}. Or "
             "take a path that ends in .pt, which plain torch reads."
         ) from error
     return safetensors

@@ -346,7 +346,7 @@ def import_tensorboard() -> Any:
     try:
         from torch.utils import tensorboard  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ImportError("ts.summary needs TensorBoard: pip install 'torchstrategy[recipes]'") from error
+        raise ImportError("ts.summary needs TensorBoard: pip install tensorboard") from error
     return tensorboard
 
 

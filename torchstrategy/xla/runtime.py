@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from torchstrategy.base import how_to_install
 from torchstrategy.xla.interface import TpuRuntime
 from torchstrategy.xla.torch_xla_runtime import TorchXlaRuntime
 
@@ -68,7 +69,7 @@ def check_installation() -> None:
                 "use ts.MultiWorkerMirroredStrategy, and leave out the calls of ts.tpu.experimental."
             )
         raise ImportError(
-            "TPUs need torch_xla, which is not installed: pip install 'torchstrategy[tpu]'. It is there for Linux only."
+            f"TPUs need torch_xla, which is not installed: {how_to_install('tpu')}. It is there for Linux only."
         )
     version = _installed_version()
     if version is None or _release(version) == _release(torch.__version__):

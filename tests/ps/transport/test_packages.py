@@ -21,7 +21,7 @@ def test_the_library_is_importable_without_them():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
     assert len(done.stdout) == 65
     assert "ImportError: Parameter servers need pyzmq and cloudpickle" in done.stderr
-    assert "pip install 'torchstrategy[ps]'" in done.stderr
+    assert "pip install 'cloudpickle>=3' 'pyzmq>=26'" in done.stderr
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -30,5 +30,5 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(ImportError, match="no CURVE encryption"):
         sockets.require()
     monkeypatch.setattr(sockets, "cloudpickle", None)
-    with pytest.raises(ImportError, match=r"need cloudpickle, .* pip install 'torchstrategy\[ps\]'"):
+    with pytest.raises(ImportError, match=r"need cloudpickle, .* pip install 'cloudpickle>=3' 'pyzmq>=26'"):
         sockets.require()

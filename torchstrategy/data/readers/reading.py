@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from torchstrategy.base import how_to_install
 from torchstrategy.errors import DataLossError, InvalidArgumentError, NotFoundError
 
 __all__ = [
@@ -218,4 +219,4 @@ def import_optional(module: str, reader: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"ts.data.readers.{reader} needs {package}: pip install 'torchstrategy[files]'") from error
+        raise ImportError(f"ts.data.readers.{reader} needs {package}: {how_to_install('files')}") from error

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from torchstrategy.base import how_to_install
+
 __all__ = [
     "Event",
     "Monitor",
@@ -35,6 +37,7 @@ __all__ = [
 zmq: Any
 z85: Any
 cloudpickle: Any
+
 try:
     import zmq
     from zmq.utils import z85
@@ -55,8 +58,7 @@ def require() -> None:
     missing = [name for name, module in (("pyzmq", zmq), ("cloudpickle", cloudpickle)) if module is None]
     if missing:
         raise ImportError(
-            f"Parameter servers need {' and '.join(missing)}, which can't be imported here: "
-            "pip install 'torchstrategy[ps]'"
+            f"Parameter servers need {' and '.join(missing)}, which can't be imported here: {how_to_install('ps')}"
         )
     if not zmq.has("curve"):
         raise ImportError(
