@@ -28,7 +28,7 @@ def settings(config, *options):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 27
+    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 28
     assert len(STRATEGIES) == 7
 
 
@@ -51,6 +51,7 @@ def test_no_command_finds_what_another_one_has_saved():
         "estimator",
         "fault_tolerant",
         "finetune_transformer",
+        "image_classification",
         "parameter_server",
         "ray_train",
         "sharded_files",

@@ -15,7 +15,17 @@ from tests import warm
 from tests.recipes import layouts
 
 #: Those that run without what only some environments have; tests/engines runs copies of the others.
-ALONE = ["compare", "custom_loop", "estimator", "fault_tolerant", "fit", "gan", "parameter_server", "sharded_files"]
+ALONE = [
+    "compare",
+    "custom_loop",
+    "estimator",
+    "fault_tolerant",
+    "fit",
+    "gan",
+    "image_classification",
+    "parameter_server",
+    "sharded_files",
+]
 NAMES = sorted([*ALONE, "finetune_transformer", "ray_train"])
 MOST_LINES = 120
 PACKAGES = {"hydra", "numpy", "omegaconf", "peft", "ray", "torch", "torchstrategy", "tqdm", "transformers"}
@@ -28,6 +38,7 @@ SHORT = {
     "fault_tolerant": (["epochs=1"], r"^Trained for 1 epochs, \d+ steps\. The same folder goes on: "),
     "fit": (["epochs=1"], r"^Files: "),
     "gan": (["epochs=1", "width=8"], r"^Files, for TensorBoard: "),
+    "image_classification": (["epochs=1", "width=2"], r"^Trained for 1 epochs\. The same folder goes on from here: "),
     "parameter_server": (["epochs=1"], r"^Trained for 1 epochs\. The same folder goes on from here: "),
     "sharded_files": (["epochs=1"], r"^Trained for 1 epochs\. The same folder goes on from here: "),
 }
@@ -38,7 +49,7 @@ def images(tmp_path_factory):
     return layouts.write_images(tmp_path_factory.mktemp("images") / "images.npz")
 
 
-def test_there_are_ten():
+def test_there_are_eleven():
     assert sorted(path.stem for path in layouts.RECIPES.glob("*.py")) == NAMES
     assert sorted(SHORT) == ALONE
 
@@ -172,6 +183,16 @@ def test_other_recipes_weights_are_those_of_one_replica(name, options, way, of_o
     options = [*options, "dtype=float64"]
     layouts.run_all(WAYS[way](f"{name}.py", *COMMON, f"data={images}", *options), tmp_path)
     assert_same(weights(tmp_path / "run"), of_one_replica(name, *options), atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["3 in one process", "3 by torchrun", "central storage, 2 times 2 by launch"])
+def test_image_classification_goes_on_to_the_weights_of_one_replica(way, of_one_replica, images, tmp_path):
+    options = ["width=2", "dtype=float64"]
+    for more, said in ((["stop_after=1"], "Trained for 1 epochs"), ([], "Going on with epoch 2.")):
+        ways = WAYS[way]("image_classification.py", *COMMON, f"data={images}", *options, *more)
+        assert said in layouts.run_all(ways, tmp_path)
+    assert_same(weights(tmp_path / "run"), of_one_replica("image_classification", *options), atol=1e-10)
 
 
 @pytest.mark.slow
