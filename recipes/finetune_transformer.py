@@ -5,10 +5,10 @@ from __future__ import annotations
 import pydoc_data.topics
 from pathlib import Path
 
-import hydra
-import peft
+import hydra  # pip install hydra-core
+import peft  # pip install peft
 import torch
-import transformers
+import transformers  # pip install transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig

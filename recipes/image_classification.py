@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hydra
+import hydra  # pip install hydra-core
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig

@@ -91,6 +91,6 @@ def test_gradients_can_be_compressed_from_the_command_line(strategy):
 @pytest.mark.skipif(HAS_TORCH_XLA, reason="torch_xla is installed")
 def test_without_torch_xla_the_extra_is_named():
     config = settings("custom_loop", "strategy=tpu").strategy
-    with pytest.raises(InstantiationException, match=r"torchstrategy\[tpu\]") as caught:
+    with pytest.raises(InstantiationException, match=r"torch-xla\[tpu\]") as caught:
         instantiate(config, _convert_="all")
     assert isinstance(caught.value.__cause__, ImportError)
