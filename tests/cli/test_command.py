@@ -1,6 +1,7 @@
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,33 @@ def test_nproc_is_short_for_nproc_per_node(tmp_path, capsys):
     program.write_text("")
     assert main(["launch", "--nproc", "2", "--dry-run", str(program)]) == 0
     assert capsys.readouterr().out.startswith("2 worker(s) on this host")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("la", ["launch"]),
+        ("launch --nproc", ["--nproc-per-node", "--nproc"]),
+        ("doctor --jo", ["--job", "--join"]),
+        ("launch tra", []),  # bash completes file names
+        ("--ver", ["--version"]),
+        ("completion z", ["zsh"]),
+    ],
+)
+def test_bash_completes(line, expected, capsys):
+    assert main(["completion", "bash"]) == 0
+    words = ["torchstrategy", *line.split()]
+    state = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+    ask = f"{state}; _torchstrategy; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = f"{capsys.readouterr().out}complete -p torchstrategy >&2 || exit 1\n{ask}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_same_words(shell, capsys):
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "--per-replica-batch" in text
+    assert ("bashcompinit" in text) == (shell == "zsh")

@@ -31,6 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    options = _parser()[0].parse_args(arguments)
+    try:
+        return int(_found(options.function)(options))
+    except ValueError as error:
+        sys.stderr.write(f"torchstrategy: {error}\n")
+        return 2
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the command's parser, and that of each command by name."""
     parser = argparse.ArgumentParser(prog="torchstrategy", description="Distributed training with torchstrategy.")
     parser.add_argument("--version", action="version", version=f"torchstrategy {__version__}")
     metavar = f"{{{','.join(command.name for command in _COMMANDS)}}}"
@@ -45,12 +55,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(function=command.function)
-    options = parser.parse_args(arguments)
-    try:
-        return int(_found(options.function)(options))
-    except ValueError as error:
-        sys.stderr.write(f"torchstrategy: {error}\n")
-        return 2
+    return parser, subparsers.choices
+
+
+def print_completion(options: argparse.Namespace) -> int:
+    """Print what a shell reads to complete the commands and their options; else file names are completed."""
+    parser, commands = _parser()
+    words = {name: " ".join(_words_of(command)) for name, command in {"": parser, **commands}.items()}
+    if options.shell == "fish":
+        for name, text in words.items():
+            condition = f"__fish_seen_subcommand_from {name}" if name else "__fish_use_subcommand"
+            sys.stdout.write(f"complete -c torchstrategy -n '{condition}' -a '{text}'\n")
+        return 0
+    cases = "".join(f"    {name or '*'}) words='{text}';;\n" for name, text in reversed(words.items()))
+    start = "autoload -U bashcompinit && bashcompinit\n" if options.shell == "zsh" else ""
+    sys.stdout.write(_COMPLETION.format(start=start, cases=cases))
+    return 0
+
+
+def _words_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options and what else a parser knows by name, without torchrun's other spellings."""
+    return [
+        name for action in parser._actions for name in action.option_strings or action.choices or () if "_" not in name
+    ]
+
+
+#: A program's own arguments come after its name, so files are offered everywhere but for the command itself.
+_COMPLETION = """\
+{start}_torchstrategy() {{
+    local words
+    case "$([ "$COMP_CWORD" -gt 1 ] && echo "${{COMP_WORDS[1]}}")" in
+{cases}    esac
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _torchstrategy torchstrategy
+"""
 
 
 def _found(function: str) -> Callable[[Any], Any]:
@@ -160,6 +199,10 @@ def _keys(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--check", action="store_true", help=text)
 
 
+def _completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that reads it")
+
+
 _COMMANDS = (
     _Command(
         "doctor",
@@ -207,5 +250,14 @@ _COMMANDS = (
         """\
   export TORCHSTRATEGY_SECRET=$(torchstrategy keys)
   torchstrategy keys --output secret && export TORCHSTRATEGY_SECRET_FILE=$PWD/secret""",
+    ),
+    _Command(
+        "completion",
+        "cli:print_completion",
+        "print what lets a shell complete the commands and their options",
+        _completion,
+        """\
+  eval "$(torchstrategy completion bash)"         # in ~/.bashrc; zsh in ~/.zshrc
+  torchstrategy completion fish | source          # in ~/.config/fish/config.fish""",
     ),
 )
