@@ -426,3 +426,10 @@ def test_a_fit_that_a_callback_has_stopped_stays_stopped(tmp_path, stop, where):
         train(tmp_path / "cut", EndAt(where))
     assert train(tmp_path / "cut") == whole
     assert train(tmp_path / "cut") == whole  # it is done
+
+
+def test_arguments_are_in_keras_order(tmp_path):
+    for double in (False, True):
+        folder = tmp_path / str(double)
+        fit(tmp_path, backup=BackupAndRestore(folder, "epoch", double, False))  # delete_checkpoint=False
+        assert len(list(folder.glob("backup-*.pt"))) == 2

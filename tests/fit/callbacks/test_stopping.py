@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+import torchstrategy as ts
 from tests.fit.callbacks.loops import Model, fit
 from torchstrategy.callbacks import EarlyStopping, LambdaCallback, TerminateOnNaN
 
@@ -159,7 +160,40 @@ def test_logs_are_read_at_the_interval_only():
         stop.on_train_batch_end(batch, Logs(loss=1.0))
     assert len(reads) == 3
     with pytest.raises(ValueError, match="log_interval"):
-        TerminateOnNaN(0)
+        TerminateOnNaN(log_interval=0)
+    with pytest.raises(TypeError, match=r"raise_error=\.\.\.\) must be a bool. Received: 10\. .* log_interval="):
+        TerminateOnNaN(10)
+
+
+def test_nan_can_be_an_error(capsys):
+    seen = []
+    count = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    with pytest.raises(RuntimeError, match="TerminateOnNaN: Batch 0: the loss is nan"):
+        fit([count, TerminateOnNaN(raise_error=True)], losses(1.0, math.nan, 1.0, name="loss"), steps=3)
+    assert seen == [0, 1, 2, 0]
+    late = TerminateOnNaN(True)
+    late.set_model(Model())
+    with pytest.raises(RuntimeError, match="Epoch 1: the loss is inf"):
+        late.on_epoch_end(0, {"loss": math.inf})
+    assert capsys.readouterr().out == ""
+
+
+def rank_that_sees_an_error():
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = ts.Model(torch.nn.Linear(1, 1))
+        model.compile("sgd", "mse")
+    x = torch.ones(8, 1)
+    x[5] = math.nan  # of one rank's share of the second batch
+    stop, batches = TerminateOnNaN(raise_error=True), []
+    count = LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
+    with pytest.raises(RuntimeError) as error:
+        model.fit(x, x, batch_size=4, epochs=3, shuffle=False, callbacks=[count, stop], verbose=0)
+    return batches, str(error.value)
+
+
+def test_nan_is_the_same_error_on_all_ranks(process_pool):
+    assert process_pool(2).run(rank_that_sees_an_error) == [([0, 1], "TerminateOnNaN: Batch 1: the loss is nan.")] * 2
 
 
 def test_no_loss_is_no_nan():

@@ -55,6 +55,8 @@ class BackupAndRestore(Callback):
     Args:
         backup_dir: a directory for these files alone, which all processes share.
         save_freq: ``"epoch"`` saves after each epoch, a number every so many batches.
+        double_checkpoint: taken because Keras has it. Two backups are kept in any case: with one, a damaged file would
+            lose all.
         delete_checkpoint: delete the files when ``fit`` is done. If they are kept, another run of the program
             continues after the last epoch: ``fit`` returns at once, with the complete history, or trains further epochs
             if it is asked for more.
@@ -91,9 +93,10 @@ class BackupAndRestore(Callback):
         self,
         backup_dir: str | os.PathLike[str],
         save_freq: str | int = "epoch",
-        delete_checkpoint: bool = True,  # noqa: FBT001, FBT002 - tf's signature
-        save_before_preemption: bool = False,  # noqa: FBT001, FBT002 - tf's signature
+        double_checkpoint: bool = False,  # noqa: ARG002, FBT001, FBT002 - Keras' signature
+        delete_checkpoint: bool = True,  # noqa: FBT001, FBT002
         *,
+        save_before_preemption: bool = False,
         on_write_error: str = "raise",
         termination_config: TerminationConfig | None = None,
     ) -> None:

@@ -234,10 +234,13 @@ class TerminateOnNaN(Callback):
     With several processes the training ends at the end of that epoch.
 
     Args:
+        raise_error: raise ``RuntimeError`` there, on all processes, instead of ending the training, so that no later
+            line of the program takes its weights.
         log_interval: batches between two looks at it. A look waits for the device, and makes the processes of a job
             exchange their metrics; with more than 1, training goes on for some batches after the fact.
 
     Raises:
+        TypeError: ``raise_error`` is no bool.
         ValueError: ``log_interval`` is not positive.
 
     Example:
@@ -251,10 +254,16 @@ class TerminateOnNaN(Callback):
         1
     """
 
-    def __init__(self, log_interval: int = 1) -> None:
+    def __init__(self, raise_error: bool = False, *, log_interval: int = 1) -> None:  # noqa: FBT001, FBT002 - Keras'
         super().__init__()
+        if not isinstance(raise_error, bool):
+            raise TypeError(
+                f"TerminateOnNaN(raise_error=...) must be a bool. Received: {raise_error!r}. Batches between two looks "
+                "are log_interval=."
+            )
         if log_interval < 1:
             raise ValueError(f"TerminateOnNaN(log_interval=...) must be at least 1. Received: {log_interval!r}")
+        self.raise_error = raise_error
         self.log_interval = log_interval
         self._read_at = 0
 
@@ -275,6 +284,8 @@ class TerminateOnNaN(Callback):
     def _check(self, when: str, logs: Logs) -> None:
         loss = None if self.model.stop_training else (logs or {}).get("loss")
         if loss is not None and not math.isfinite(float(loss)):
+            if self.raise_error:
+                raise RuntimeError(f"TerminateOnNaN: {when}: the loss is {float(loss)}.")
             self.model.stop_training = True
             if is_chief(self.model):
                 print_line(f"{when}: the loss is {float(loss)}, the training ends.")
