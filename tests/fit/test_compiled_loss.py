@@ -888,3 +888,23 @@ def test_no_reduction_with_accumulation():
         weights.append([model.module.weight.detach().clone(), history["loss"][0]])
     torch.testing.assert_close(*(row[0] for row in weights), rtol=0, atol=1e-12)
     assert weights[0][1] == pytest.approx(weights[1][1], rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["dice", ts.losses.Tversky(0.3, 0.9), "binary_focal_crossentropy"])
+def test_losses_and_metrics_for_rare_classes_in_fit(loss):
+    torch.manual_seed(50)
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(2, (7, 3)).double()
+    start = torch.nn.Linear(4, 3, dtype=torch.float64).state_dict()
+
+    def fit(num_replicas):
+        with ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]).scope():
+            model = ts.Model(torch.nn.Sequential(torch.nn.Linear(4, 3, dtype=torch.float64), torch.nn.Sigmoid()))
+            model.module[0].load_state_dict(start)
+            model.compile("sgd", loss, metrics=["f1_score", "r2_score", "binary_io_u"])
+        return model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+
+    one, three = fit(1), fit(3)  # shares of 2 2 0 and 1 1 1
+    assert list(one) == ["loss", "f1_score", "r2_score", "binary_io_u"]
+    for name, values in one.items():
+        for expected, value in zip(values, three[name], strict=True):
+            assert value == pytest.approx(expected, rel=1e-9), name
