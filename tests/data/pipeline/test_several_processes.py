@@ -35,6 +35,10 @@ def remainder(number):
     return number % 4
 
 
+def remainder_of_first(number, noise):
+    return number % 3
+
+
 def looks_back():
     windows = Dataset.range(25).window(4).flat_map(itself)
     parts = [windows, Dataset.range(25, 50).group_by_window(remainder, lambda key, window: window, 3)]
@@ -45,6 +49,10 @@ def looks_back():
 def make(kind):
     if kind == "looks back":
         return looks_back().take_while(is_below_40).map(add_noise).batch(6)
+    if kind == "buckets":
+        noisy = Dataset.range(40).map(add_noise)
+        buckets = noisy.bucket_by_sequence_length(remainder_of_first, [1, 2], [4, 5, 6], no_padding=True)
+        return buckets.rebatch([6, 3]).ignore_errors()
     if kind == "positions":
         return Dataset.range(40).shuffle(40).map(add_noise).batch(6).prefetch(2)
     if kind == "elements":
@@ -86,7 +94,7 @@ def read_again(distributed, state):
     return list(distributed)
 
 
-@pytest.mark.parametrize("kind", ["positions", "elements", "files", "hint", "looks back"])
+@pytest.mark.parametrize("kind", ["positions", "elements", "files", "hint", "looks back", "buckets"])
 def test_every_example_once_on_two_processes(process_pool, kind):
     ranks = process_pool(2).run(read_stop_and_resume, kind, 3)
     for epoch in range(2):
