@@ -140,6 +140,23 @@ def test_the_end_leaves_nothing():
         cluster.start()
 
 
+def test_leaving_it_warns_of_nothing(caplog):
+    with ts.testing.LocalCluster(num_workers=1) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver())
+        with strategy.scope():
+            variable = ts.Variable(torch.zeros(3))
+
+        def add():
+            variable.assign_add(torch.ones(3))
+
+        coordinator = ts.coordinator.ClusterCoordinator(strategy)
+        coordinator.schedule(add)
+        coordinator.join()
+        assert variable.tolist() == [1.0] * 3
+    time.sleep(0.2)  # for what would be noticed
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 PROGRAM = """
 import os, sys, time
 import torchstrategy as ts

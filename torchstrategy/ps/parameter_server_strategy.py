@@ -36,7 +36,7 @@ from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["ParameterServerStrategy"]
+__all__ = ["ParameterServerStrategy", "close_strategies_of"]
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _PLACEMENTS = ("round_robin", "by_size")
@@ -126,6 +126,7 @@ class ParameterServerStrategy(Strategy):
         self.resources = contextlib.ExitStack()
         self.resources.callback(self.loop.close)
         self._closing = weakref.finalize(self, self.resources.close)
+        _connected.add(self)
         logger.info(
             "ParameterServerStrategy is now connecting to cluster with cluster_spec: %s (%d workers, %d ps)",
             spec.as_dict(),
@@ -278,6 +279,16 @@ class ParameterServerStrategy(Strategy):
         link = ServerLink(index, self.cluster_spec.task_address("ps", index), grace_s=self._ps_grace_s)
         link.connect(self.loop, {"role": "coordinator", "incarnation": self.incarnation}, secret=self.secret)
         return link
+
+
+_connected: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
+
+
+def close_strategies_of(cluster_spec: ClusterSpec) -> None:
+    """Close this process's strategies of a cluster, which is about to end."""
+    for strategy in list(_connected):
+        if strategy.cluster_spec == cluster_spec:
+            strategy.close()
 
 
 class _ServedExtended(StrategyExtended):

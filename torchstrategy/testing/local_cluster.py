@@ -28,6 +28,7 @@ from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.errors import UnimplementedError
+from torchstrategy.ps.parameter_server_strategy import close_strategies_of
 from torchstrategy.ps.server import Server
 from torchstrategy.testing.processes import process_context, signal_process
 
@@ -218,6 +219,8 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:  # else they may say more of it; and they would warn of servers that are lost
+            close_strategies_of(self.cluster_spec)
         self.close()
 
     def _reserve_address(self) -> str:
