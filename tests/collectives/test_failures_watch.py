@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchstrategy.collectives import notices
 from torchstrategy.collectives.failures import FailureWatch
-from torchstrategy.errors import ReplicaFailedError
+from torchstrategy.errors import DisagreementError, ReplicaFailedError
 
 
 @pytest.fixture(params=["pairs", 1])
@@ -73,6 +73,19 @@ def test_the_error_of_another_rank_is_printed_without_a_traceback(watches, capsy
     monkeypatch.setenv("TORCHSTRATEGY_FULL_TRACEBACK", "1")
     on_uncaught(kind, error, trace)
     assert capsys.readouterr().err.startswith("Traceback")
+
+
+def test_what_all_ranks_raise_is_printed_with_one_traceback(watches, capsys, monkeypatch, tmp_path):
+    first, second = sorted(watches([0, 0]), key=lambda watch: watch._rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for watch, begin in (
+        (first, "Traceback"),
+        (second, "torchstrategy.errors.DisagreementError: rank 0: 1; rank 1: 2"),
+    ):
+        (tmp_path / "error.json").unlink(missing_ok=True)
+        watch._on_uncaught(*raised(DisagreementError("rank 0: 1; rank 1: 2")))
+        assert capsys.readouterr().err.startswith(begin)
+        assert (tmp_path / "error.json").exists()
 
 
 def test_torchrun_is_told_of_the_cause_only(watches, monkeypatch, tmp_path, capsys):

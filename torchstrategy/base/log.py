@@ -35,6 +35,7 @@ __all__ = [
     "logger",
     "set_rank",
     "show_info",
+    "show_uncaught",
     "shows_all_frames",
     "users_frame",
     "warn_once",
@@ -86,6 +87,17 @@ def is_of_library(file: str) -> bool:
 def shows_all_frames() -> bool:
     """Say whether ``TORCHSTRATEGY_FULL_TRACEBACK`` asks for tracebacks with all calls."""
     return os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") != "0"
+
+
+def show_uncaught(
+    hook: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Give an uncaught error to a hook; what Python's would print goes out in one piece, as ranks share a terminal."""
+    if hook is not sys.__excepthook__ or sys.stderr is None:
+        hook(kind, error, trace)
+        return
+    sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
+    sys.stderr.flush()
 
 
 def line_of_program(trace: TracebackType | None) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds, tell_launcher
-from torchstrategy.base.log import add_note, line_of_program, logger, shows_all_frames
+from torchstrategy.base.log import add_note, line_of_program, logger, show_uncaught, shows_all_frames
 from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.control import ControlPlane
@@ -386,13 +386,12 @@ class FailureWatch:
         # A forked child has no connections.
         if isinstance(error, Exception) and self._plane.is_connected:
             self.report(f"its program ({self.position})", error)
-        if isinstance(error, ReplicaFailedError) and not shows_all_frames():
-            add_note(error, f"At {line_of_program(trace)}; the traceback is the other rank's.")
-            try:
-                self._previous_hook(kind, error.with_traceback(None), None)
-            finally:
-                error.__traceback__ = trace
-            return
-        if isinstance(error, Exception):
+        is_others = isinstance(error, ReplicaFailedError)
+        if isinstance(error, Exception) and not is_others:
             tell_launcher(error)
-        self._previous_hook(kind, error, trace)
+        # What ranks disagree about all of them raise: one shows the calls.
+        if (is_others or (isinstance(error, DisagreementError) and self._rank)) and not shows_all_frames():
+            whose = "the other rank" if is_others else "rank 0"
+            add_note(error, f"At {line_of_program(trace)}; the traceback is {whose}'s.")
+            trace = None
+        show_uncaught(self._previous_hook, kind, error, trace)
