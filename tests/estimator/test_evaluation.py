@@ -112,7 +112,7 @@ def test_another_checkpoint_can_be_evaluated(tmp_path):
 def test_a_metric_may_name_its_arguments_and_have_several_numbers(tmp_path):
     class Sums(ts.metrics.Metric):
         def __init__(self):
-            super().__init__("sums")
+            super().__init__(name="sums")
             self.sums = self.add_weight("sums", (2,))
 
         def update_state(self, first, second):

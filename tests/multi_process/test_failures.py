@@ -1,5 +1,6 @@
 """What goes wrong on one rank ends every rank, with a message that names the rank."""
 
+import re
 import time
 
 import pytest
@@ -33,8 +34,9 @@ def test_bad_data_on_one_rank_is_named_on_the_other(process_pool):
 def test_a_killed_rank_is_named(process_pool):
     errors = errors_of(process_pool(2), programs.fails, "dies")
     assert isinstance(errors[0], ts.errors.ReplicaFailedError)
-    assert "Rank 1 does not answer: its process has died" in str(errors[0])
-    assert "waiting for it in all_reduce(SUM)" in str(errors[0])
+    # A busy machine tells of the broken connection first; where each rank is follows then.
+    assert re.search("[Rr]ank 1:? does not answer: its process has died", str(errors[0]))
+    assert re.search(r"(waiting for it|lost its connection to another rank) in all_reduce\(SUM\)", str(errors[0]))
 
 
 def test_different_collectives_are_named_with_their_call_sites(process_pool):
