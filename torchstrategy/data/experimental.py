@@ -47,7 +47,7 @@ def _for_apply(method: Callable[Concatenate[Any, _Args], Dataset]) -> Callable[_
     parameters = [*inspect.signature(method).parameters.values()][1:]
     make.__dict__["__signature__"] = inspect.Signature(parameters)
     title = f"Return a function for ``Dataset.apply`` that does as ``Dataset.{method.__name__}``."
-    make.__doc__ = f"{title}\n\n    {method.__doc__}"
+    make.__doc__ = f"{title}\n\n{inspect.getdoc(method)}"
     make.__module__ = __name__
     return make
 
