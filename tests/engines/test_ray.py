@@ -142,6 +142,7 @@ def test_a_sweep_runs_as_tasks(cluster, tmp_path):
     shutil.copy(layouts.ROOT / "conf" / "custom_loop.yaml", tmp_path)
     options = ["-m", "hydra/launcher=ray", "seed=0,1", "epochs=1", "tune=false", f"data={images}"]
     options.append("+hydra.launcher.ray.init.object_store_memory=null")  # what the plugin asks for of a Ray of its own
+    options.append(f"hydra.sweep.dir={tmp_path / 'multirun'}")  # Ray's processes work where the nodes were started
     with start(tmp_path, "custom_loop.py", *options) as process:
         try:
             output, _ = process.communicate(timeout=200)
@@ -150,6 +151,7 @@ def test_a_sweep_runs_as_tasks(cluster, tmp_path):
     assert process.returncode == 0, output
     assert "Connecting to existing Ray cluster" in output
     assert output.count("Number of replicas: 1") == 2, output
+    assert len(list((tmp_path / "multirun").rglob("ckpt-1.pt"))) == 2
 
 
 def copy_recipe(folder, epochs):
