@@ -159,8 +159,10 @@ class Job:
 
 def tell_launcher(error: Exception) -> None:
     """Write an error where torchrun looks for the cause of a job's end, as ``record`` of torch's launcher does."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
