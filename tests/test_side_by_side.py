@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "from_pytorch.md"
@@ -35,7 +35,7 @@ def in_two_processes(program, folder):
     path = folder / "train.py"
     path.write_text(program.replace("shuffle=True", "shuffle=False"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", path]
-    job = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    job = warm.run(command, folder)
     assert job.returncode == 0, job.stderr
     return [line for line in job.stdout.splitlines() if line.startswith("epoch")]
 
@@ -92,8 +92,7 @@ def test_the_program_beside_that_of_keras_trains(tmp_path):
     compile(theirs, "theirs", "exec")
     (tmp_path / "train.py").write_text(ours.replace("epochs=3", "epochs=2"))
     shutil.copy(ROOT / "recipes" / "data" / "fashion_mnist_slice.npz", tmp_path / "images.npz")
-    command = [sys.executable, "train.py"]
-    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    job = warm.run([sys.executable, tmp_path / "train.py"], tmp_path)
     assert job.returncode == 0, job.stderr
     assert float(re.search(r"^test accuracy (.*)$", job.stdout, re.MULTILINE)[1]) > 0.7
     assert (tmp_path / "best.pt").exists()
