@@ -28,7 +28,7 @@ def settings(config, *options):
 
 
 def test_all_files_are_found():
-    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 28
+    assert len(list(CONF.rglob("*.yaml"))) == len(CONFIGS) + len(CHOICES) == 29
     assert len(STRATEGIES) == 7
 
 

@@ -113,6 +113,7 @@ INTEGERS = {
     "servers": ["rounds", "ps", "work.floats", "work.closures", "work.train_steps"],
     "scale": ["parameters", "steps", "per_host"],
     "optimizer_memory": ["width", "layers", "batch_size", "steps", "rounds"],
+    "estimator_steps": ["batch_size", "skip", "steps", "rounds"],
     "tpu_steps": ["starts", "pairs", "steps", "batch_size"],
 }
 
