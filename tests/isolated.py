@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -195,6 +196,10 @@ def _lighten() -> None:
     """Import what costs many files a part of a second, and let no file's garbage collector look through it all."""
     with contextlib.suppress(ImportError):
         importlib.import_module("matplotlib.pyplot")  # torchmetrics does, where it is installed
+    with contextlib.redirect_stdout(io.StringIO()):  # pytest's own plugins
+        pytest.main(
+            [*LEFT_OUT, "-p", "no:hypothesispytest", "--noconftest", "-c", os.devnull, "--collect-only", "conf"]
+        )
     gc.collect()
     gc.freeze()
 

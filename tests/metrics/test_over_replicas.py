@@ -195,7 +195,7 @@ def test_the_data_tell_something(name):
 
 
 @pytest.mark.parametrize("name", METRICS)
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_replicas_in_one_process(name, num_replicas, tmp_path):
     assert_equal(whole_life(mirrored(num_replicas), name, tmp_path), name)
 

@@ -75,12 +75,12 @@ class Case:
     tf_bug: bool = False
     groups: tuple[str | None, ...] = field(default=(), compare=False)
 
-    @property
+    @functools.cached_property
     def host(self) -> str:
         found = re.search(r"\.(n\d+|onedevice|default|central2?|outside|none)$|^5\.matrix\.(n\d)", self.id)
         return (found[1] or found[2]) if found else ""
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return self.id.removesuffix(f".{self.host}") if self.host else self.id
 

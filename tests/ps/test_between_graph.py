@@ -51,7 +51,7 @@ def start_task(cluster):
 
 
 @pytest.fixture
-def start(start_task, servers):
+def start(servers, start_task):
     """Make a task's strategy where servers run."""
     return start_task
 

@@ -61,6 +61,7 @@ def test_worker_execution_after_ps_failure_raises_expected_error(job):
             result.fetch()
 
 
+@pytest.mark.slow
 def test_all_parameter_servers_killed(job):
     job.train_without_end(4)
     for index in range(2):
@@ -82,6 +83,7 @@ def test_coordinator_reads_and_writes_after_ps_failure(job):
         [ts.Variable(1.0) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_ps_failure_while_recovery_from_worker_failure(job):
     job.train_without_end(10)
     threads = [
@@ -96,6 +98,7 @@ def test_ps_failure_while_recovery_from_worker_failure(job):
         thread.join()
 
 
+@pytest.mark.slow
 def test_worker_returns_when_another_process_is_in_place_of_a_ps(job):
     """It must not take that one, which has no variables, for the one that the coordinator had."""
     job.cluster.restart("ps", 1)

@@ -21,6 +21,7 @@ def restart_in_thread(cluster, index):
     return thread
 
 
+@pytest.mark.slow
 def test_cluster_coordinator_destroyed(cluster, make_job):
     def own_threads():
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchstrategy")]
@@ -104,6 +105,7 @@ def test_two_workers_preempted(job):
     job.finish()
 
 
+@pytest.mark.slow
 def test_worker_continuous_failure(job):
     job.train_without_end(10)
     for _ in range(2):
@@ -114,6 +116,7 @@ def test_worker_continuous_failure(job):
     job.finish()
 
 
+@pytest.mark.slow
 def test_function_whose_worker_is_lost_each_time(job):
     """It is tried again as often as it takes."""
     diary = job.diary
@@ -137,6 +140,7 @@ def test_function_whose_worker_is_lost_each_time(job):
     assert len(diary.lines()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dataset_fn", "dataset"])
 def test_handle_dataset_creation_failure(job, kind):
     data = [torch.rand(8, 4) for _ in range(100)]
@@ -151,6 +155,7 @@ def test_handle_dataset_creation_failure(job, kind):
     job.finish()
 
 
+@pytest.mark.slow
 def test_worker_preempted_midst_dataset_creation(job):
     diary = job.diary
 
@@ -202,6 +207,7 @@ def test_dataset_fn_that_raises(job):
     job.finish()
 
 
+@pytest.mark.slow
 def test_returning_worker_begins_its_dataset_anew(job):
     def which(iterator):
         return ts.coordinator.experimental_get_current_worker_index(), next(iterator)
@@ -215,6 +221,7 @@ def test_returning_worker_begins_its_dataset_anew(job):
     assert job.coordinator.schedule(which, args=(iterator,)).fetch() == (0, 0)
 
 
+@pytest.mark.slow
 def test_numpy_fetched_after_worker_failure(job):
     v = job.iterations
     result = job.coordinator.schedule(lambda: (v + 1, v - 1))
@@ -239,6 +246,7 @@ def test_tensor_got_after_worker_failure(job):
     assert late.get() == 1  # it had not been asked for while its worker was there
 
 
+@pytest.mark.slow
 def test_fetch_from_ps_after_worker_failure(job):
     """Variables can be read at any time while a worker is there, is lost and comes back."""
     job.train(2)
@@ -278,6 +286,7 @@ def test_a_dead_worker_holds_nothing_up(job):
     assert not job.coordinator._cluster.queue.num_running
 
 
+@pytest.mark.slow
 def test_all_workers_dead_then_one_back_then_both(job):
     for index in range(2):
         job.cluster.kill("worker", index)
@@ -293,6 +302,7 @@ def test_all_workers_dead_then_one_back_then_both(job):
     job.finish()
 
 
+@pytest.mark.slow
 def test_worker_that_is_not_there_at_first(cluster, make_job):
     cluster.kill("worker", 0)
     job = make_job(cluster)
