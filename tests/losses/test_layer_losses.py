@@ -73,6 +73,12 @@ def test_regularizers_of_all_submodules():
     assert values(model) == [3.0, 3.0]
 
 
+def test_regularize_returns_the_layer_as_a_keyword_of_its_constructor_would_in_keras():
+    model = nn.Sequential(ts.regularize(linear(2, 3), "weight", L2), ts.regularize(nn.Linear(3, 1), "bias", None))
+    assert values(model) == [3.0]
+    assert ts.regularize(model, "0.bias", L2) is model
+
+
 def test_what_cant_be_regularized():
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1, bias=False))
     for name in ("weight", "0.weights", "2.weight", "", "1.bias", "0"):

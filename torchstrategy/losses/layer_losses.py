@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,14 @@ _REGULARIZERS = "_ts_regularizers"
 _HOOK = "torchstrategy.add_loss"
 _MAX_NAMES = 20
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 _added: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
 #: How often `regularize` was called, by which it is known whether another look at a model's modules is needed.
 _num_changes = 0
 
 
-def regularize(module: nn.Module, name: str, regularizer: Callable[[Tensor], Tensor] | None) -> None:
+def regularize(module: _Module, name: str, regularizer: Callable[[Tensor], Tensor] | None) -> _Module:
     """Attach a regularizer to a parameter, as ``kernel_regularizer=`` does in Keras.
 
     ``ts.losses_of(model)`` then holds its value for any model that contains the module. It is part of the module's
@@ -54,15 +56,17 @@ def regularize(module: nn.Module, name: str, regularizer: Callable[[Tensor], Ten
         regularizer: such as ``ts.regularizers.L2(1e-4)``, or another function from a tensor to a scalar; ``None``
             removes what was attached.
 
+    Returns:
+        ``module``, so that it can be called where a layer is made.
+
     Raises:
         ValueError: there is no such parameter, or it has a regularizer already.
         TypeError: ``module`` is no module, ``name`` no string, or ``regularizer`` no function.
 
     Example:
-        >>> layer = torch.nn.Linear(2, 1)
+        >>> layer = ts.regularize(torch.nn.Linear(2, 1), "weight", ts.regularizers.L2(0.5))
         >>> _ = torch.nn.init.ones_(layer.weight)
-        >>> ts.regularize(layer, "weight", ts.regularizers.L2(0.5))
-        >>> [loss.item() for loss in ts.losses_of(layer)]
+        >>> [loss.item() for loss in ts.losses_of(torch.nn.Sequential(layer, torch.nn.ReLU()))]
         [1.0]
     """
     _check_module(module)
@@ -93,6 +97,7 @@ def regularize(module: nn.Module, name: str, regularizer: Callable[[Tensor], Ten
     setattr(owner, _REGULARIZERS, attached)
     global _num_changes
     _num_changes += 1
+    return module
 
 
 def add_loss(value: Tensor, module: nn.Module | None = None) -> None:
@@ -146,8 +151,7 @@ def losses_of(model: nn.Module) -> list[Tensor]:
         TypeError: ``model`` is no module.
 
     Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> ts.regularize(model, "weight", ts.regularizers.L2(1e-4))
+        >>> model = ts.regularize(torch.nn.Linear(2, 1), "weight", ts.regularizers.L2(1e-4))
         >>> def loss_of(per_example_loss):
         ...     loss = ts.nn.compute_average_loss(per_example_loss, global_batch_size="actual")
         ...     return loss + ts.nn.scale_regularization_loss(ts.losses_of(model))
