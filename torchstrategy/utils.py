@@ -7,6 +7,7 @@ import random
 import numpy as np
 import torch
 
+from torchstrategy.base import later
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.fit.batch_parts import pack_x_y_sample_weight, unpack_x_y_sample_weight
 from torchstrategy.fit.inputs import DatasetCreator
@@ -23,6 +24,8 @@ __all__ = [
     "tune",
     "unpack_x_y_sample_weight",
 ]
+
+later.explain_absent(__name__)
 
 
 def set_random_seed(seed: int) -> None:

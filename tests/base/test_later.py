@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchstrategy as ts
 from torchstrategy.base import later
@@ -15,10 +16,9 @@ with TABLE.open(encoding="utf-8") as file:
     ROWS = [tuple(row.values()) for row in csv.DictReader(file)]
 
 
-def find(path):
-    value = ts
+def find(path, value=ts, *, takes_fields=True):
     for name in path.split(".")[1:]:
-        is_field = inspect.isclass(value) and name in inspect.signature(value).parameters
+        is_field = takes_fields and inspect.isclass(value) and name in inspect.signature(value).parameters
         value = None if is_field else getattr(value, name)
     return value
 
@@ -40,9 +40,11 @@ def test_names_that_are_here_are_found():
 def test_names_that_are_not_here_are_absent_and_what_to_use_is_there(name, remark):
     path = "ts." + name.removeprefix("tf.").removeprefix("distribute.").removeprefix("keras.")
     with pytest.raises(AttributeError):
-        find(path)
+        find(path, takes_fields=False)
     for used in re.findall(r"`(ts\.[\w.]+)", remark):
         find(used)
+    for used in re.findall(r"`(torch\.(?!utils\.)[\w.]+)", remark):
+        find(used, torch)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +57,69 @@ def test_names_that_are_not_here_are_absent_and_what_to_use_is_there(name, remar
         (lambda: ts.OneDeviceStrategy("cpu:0").experimental_run_v2, "It is `run` now."),
         (lambda: ts.get_strategy().extended.read_var, "Use the variable itself"),
         (lambda: ts.data.Dataset.range(3).ragged_batch, "Use `padded_batch`."),
+        (lambda: ts.data.Dataset.range(3).make_one_shot_iterator, "Use `iter(dataset)`."),
+        (lambda: ts.data.Dataset.range(3).output_shapes, "Use `element_spec`."),
+        (lambda: ts.data.make_initializable_iterator, "Use `iter(dataset)`: there is nothing to initialize."),
+        (lambda: ts.get_strategy().num_replicas, "It is `num_replicas_in_sync`."),
+        (lambda: ts.get_replica_context().replica_id, "It is `replica_id_in_sync_group`."),
+        (
+            lambda: ts.config.experimental,
+            "`list_physical_devices` and `list_logical_devices` are in `ts.config`; memory",
+        ),
+        (
+            lambda: ts.optimizers.SGD,
+            '`ts.optimizers.get("sgd")(parameters)` has Keras\' defaults; those of `torch.',
+        ),
+        (lambda: ts.models.Sequential, "Use `ts.Model(torch.nn.Sequential(...))`."),
+        (lambda: ts.utils.to_categorical, "Use `torch.nn.functional.one_hot`."),
+        (lambda: ts.keras, "datasets torchvision's or arrays."),
+        (lambda: ts.datasets, "Use torchvision's, or arrays: `ts.data.Dataset.from_tensor_slices((images, labels))`."),
+        (lambda: ts.mixed_precision, 'Use `compile(amp="bf16")`'),
+        (lambda: ts.experimental.MirroredStrategy, "It is `ts.MirroredStrategy`."),
+        (lambda: ts.add_n, "Use `sum(tensors)`"),
+        (lambda: ts.compat.v1.estimator, "It is `ts.estimator`."),
+        (
+            lambda: ts.estimator.inputs,
+            "Return `ts.data.Dataset.from_tensor_slices((features, labels))` from `input_fn`",
+        ),
+        # A name of tf.compat.v1 is looked up as one of tf, and the other way round.
+        (lambda: ts.compat.v1.Session, "'torchstrategy.compat.v1' has no attribute 'Session'. Nothing is deferred"),
+        (lambda: ts.compat.v1.reduce_sum, "Use `torch.sum`."),
+        (lambda: ts.ConfigProto, "'torchstrategy' has no attribute 'ConfigProto'. Nothing is deferred"),
+        (lambda: ts.logging, 'Use `logging.getLogger("torchstrategy")`.'),
+        (lambda: ts.train.AdamOptimizer, "Use `torch.optim.Adam(parameters, lr)`."),
     ],
 )
 def test_an_absent_name_says_what_to_use(look, remark):
     with pytest.raises(AttributeError, match=re.escape(remark)):
         look()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            ts.experimental.ParameterServerStrategy,
+            "missing a required argument: 'cluster_resolver'. A cluster",
+        ),
+        (lambda: ts.ParameterServerStrategy(), "`ts.compat.v1.distribute.experimental.ParameterServerStrategy()`"),
+        (
+            lambda: ts.MultiWorkerMirroredStrategy(communication="ring"),
+            "unexpected keyword argument 'communication'. ",
+        ),
+        (lambda: ts.experimental.MultiWorkerMirroredStrategy(communication_options=None), "older form takes `communic"),
+        (lambda: ts.data.Dataset.from_generator(list, output_types=int), "unexpected keyword argument 'output_types'"),
+        (lambda: ts.data.Dataset.from_generator(list, torch.int32), "leave `output_types` and `output_shapes` out"),
+    ],
+)
+def test_arguments_of_another_version_of_tf_say_what_to_write(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
+
+
+def test_explained_arguments_keep_the_signature():
+    parameters = inspect.signature(ts.ParameterServerStrategy).parameters
+    assert parameters["cluster_resolver"].default is inspect.Parameter.empty
 
 
 def test_a_name_that_tf_has_not_either_is_absent_as_ever():

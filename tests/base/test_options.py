@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 import torch
 
@@ -12,6 +14,27 @@ def test_reduce_op():
         ts.ReduceOp.parse("MAX")
     with pytest.raises(TypeError, match="ReduceOp or a string"):
         ts.ReduceOp.parse(None)
+
+
+@pytest.mark.parametrize(
+    ("look", "kind", "message"),
+    [
+        (lambda: ts.ReduceOp.MAX, AttributeError, r"'MAX' is not a valid ReduceOp\. Its members are SUM, MEAN\.$"),
+        (lambda: ts.ReduceOp("max"), ValueError, r"'max' is not a valid ReduceOp\. Its members are SUM, MEAN\.$"),
+        (lambda: ts.experimental.CollectiveCommunication.ring, AttributeError, "Its members are AUTO, RING, NCCL"),
+        (lambda: ts.experimental.CommunicationImplementation("nccl"), ValueError, "Its members are AUTO, RING, NCCL"),
+        (lambda: ts.data.AutoShardPolicy.NONE, AttributeError, "Its members are OFF, AUTO, FILE, DATA, HINT"),
+        (lambda: ts.losses.Reduction.none, AttributeError, "Its members are AUTO, NONE, SUM, "),
+    ],
+)
+def test_a_choice_that_is_none_names_the_members(look, kind, message):
+    with pytest.raises(kind, match=message):
+        look()
+
+
+def test_choices_are_enums():
+    assert pickle.loads(pickle.dumps(ts.ReduceOp.SUM)) is ts.ReduceOp("SUM") is ts.ReduceOp["SUM"]
+    assert not hasattr(ts.ReduceOp, "__array__")
 
 
 Options = ts.experimental.CommunicationOptions

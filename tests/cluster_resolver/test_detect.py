@@ -78,8 +78,11 @@ def test_a_task_without_a_cluster_is_alone_and_warned(others, is_given, monkeypa
     monkeypatch.setattr("torchstrategy.base.log._said", set())
     environ = {"TF_CONFIG": f'{{{others}"task": {{"type": "worker", "index": 1}}}}'}
     resolver = ts.cluster_resolver.TFConfigClusterResolver(environ=environ) if is_given else None
-    with pytest.warns(UserWarning, match=r'TF_CONFIG says that this process is worker 1, but has no "cluster"'):
+    with pytest.warns(
+        UserWarning, match=r'TF_CONFIG says that this process is worker 1, but has no "cluster"'
+    ) as warned:
         assert find_job(resolver, environ) is None
+    assert warned[0].filename == __file__
 
 
 def test_an_evaluator_without_a_cluster_is_not_warned():

@@ -9,15 +9,18 @@ import ast
 import csv
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-__all__ = ["attach", "explain_absent", "explains_absent"]
+__all__ = ["attach", "explain_absent", "explains_absent", "explains_arguments"]
 
 _Class = TypeVar("_Class")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -112,6 +115,35 @@ def explains_absent(owner: str) -> Callable[[type[_Class]], type[_Class]]:
     return decorate
 
 
+def explains_arguments(hint: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Return a decorator of a function that says what to write if its arguments are those of another version of tf.
+
+    Args:
+        hint: what the error ends with.
+
+    Example:
+        >>> from torchstrategy.base.later import explains_arguments
+        >>> explains_arguments("Use `n`.")(lambda n: n)(count=3)
+        Traceback (most recent call last):
+        TypeError: <lambda>(): missing a required argument: 'n'. Use `n`.
+    """
+
+    def decorate(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(fn)
+
+        @functools.wraps(fn)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{fn.__qualname__}(): {error}. {hint}") from None
+            return fn(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
 def _refusal(package: str) -> Callable[[str], NoReturn]:
     owner = package.partition(".")[2]
 
@@ -122,7 +154,9 @@ def _refusal(package: str) -> Callable[[str], NoReturn]:
 
 
 def _raise_absent(what: str, obj: object, name: str, owner: str) -> NoReturn:
-    remark = "" if name.startswith("_") else _remarks().get(f"{owner}.{name}".lstrip("."), "")
+    path = f"{owner}.{name}".lstrip(".")
+    known = {} if name.startswith("_") else _remarks()
+    remark = known.get(path) or known.get(path.removeprefix("compat.v1."))
     message = f"{what} has no attribute {name!r}"
     raise AttributeError(f"{message}. {remark}" if remark else message, name=name, obj=obj)
 
@@ -136,5 +170,6 @@ def _remarks() -> dict[str, str]:
             if not row["torchstrategy"]:
                 name = row["TensorFlow"].removeprefix("tf.").removeprefix("distribute.").removeprefix("keras.")
                 found[name] = row["remark"]
-                found.setdefault(name.removeprefix("compat.v1.distribute."), row["remark"])
+                for prefix in ("compat.v1.distribute.", "compat.v1."):
+                    found.setdefault(name.removeprefix(prefix), row["remark"])
     return found

@@ -224,7 +224,7 @@ def warn_once_at(site: Any, message: str, *, of: object) -> None:
     Args:
         site: the line, with ``path`` and ``line``.
         message: the text.
-        of: what it is said of; it is said once of each.
+        of: what it is said of; it is said once of each, and once in this process of ``None``.
     """
     if _is_new(message, of):
         warnings.warn_explicit(message, UserWarning, site.path, site.line)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import numbers
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 __all__ = [
     "AutoShardPolicy",
+    "Choice",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -22,7 +24,29 @@ __all__ = [
 ]
 
 
-class ReduceOp(enum.Enum):
+class _ChoiceMeta(enum.EnumMeta):
+    if not TYPE_CHECKING:  # a checker would allow any name
+
+        def __getattr__(cls, name: str) -> Any:
+            try:
+                return super().__getattr__(name)  # finds members before Python 3.12
+            except AttributeError:
+                raise AttributeError(_no_member(cls, name), name=name, obj=cls) from None
+
+
+class Choice(enum.Enum, metaclass=_ChoiceMeta):
+    """An enum that says of what it has not which members it has."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(_no_member(cls, value))
+
+
+def _no_member(cls: type[enum.Enum], name: object) -> str:
+    return f"{name!r} is not a valid {cls.__name__}. Its members are {', '.join(cls.__members__)}."
+
+
+class ReduceOp(Choice):
     """How values of several replicas become one."""
 
     SUM = "SUM"
@@ -49,14 +73,11 @@ class ReduceOp(enum.Enum):
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
-            try:
-                return cls[value.upper()]
-            except KeyError:
-                raise ValueError(f"{value!r} is not a valid ReduceOp. Expected 'SUM' or 'MEAN'.") from None
+            return cls.__members__.get(value.upper()) or cls(value)
         raise TypeError(f"A reduce op must be a ReduceOp or a string, 'SUM' or 'MEAN'. Received: {value!r}")
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(Choice):
     """When the replicas' copies of a variable are brought together.
 
     ``ON_WRITE``, which ``AUTO`` means: every copy gets the same value whenever one is assigned. ``ON_READ``: each
@@ -72,7 +93,7 @@ class VariableSynchronization(enum.Enum):
         return str(self)
 
 
-class VariableAggregation(enum.Enum):
+class VariableAggregation(Choice):
     """How values that replicas assign to a variable, or their copies of it, become one value."""
 
     NONE = "NONE"
@@ -84,7 +105,7 @@ class VariableAggregation(enum.Enum):
         return str(self)
 
 
-class AutoShardPolicy(enum.Enum):
+class AutoShardPolicy(Choice):
     """How several processes divide a dataset of global batches among themselves, as ``tf.data.experimental`` has it.
 
     ``DATA`` cuts every global batch: each replica gets its chunk, and a step holds the batch of a single replica.
@@ -100,7 +121,7 @@ class AutoShardPolicy(enum.Enum):
     HINT = 3
 
 
-class CommunicationImplementation(enum.Enum):
+class CommunicationImplementation(Choice):
     """What carries collectives between processes: ``RING`` takes tensors on any device, ``NCCL`` those on GPUs.
 
     ``RING`` is gloo. ``AUTO`` is NCCL for GPUs; on CPUs it takes the fastest way for a tensor's size and the processes'
@@ -309,7 +330,7 @@ def _parse_compression(value: object) -> str | PowerSGD | None:
     )
 
 
-class InputReplicationMode(enum.Enum):
+class InputReplicationMode(Choice):
     """Whether a dataset function is called once per worker or once per replica."""
 
     PER_WORKER = "PER_WORKER"

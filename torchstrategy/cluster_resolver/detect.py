@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torchstrategy.base.addresses import split_address
 from torchstrategy.base.context import set_within
 from torchstrategy.base.job import Job
-from torchstrategy.base.log import warn_once
+from torchstrategy.base.log import users_frame, warn_once, warn_once_at
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import (
     id_in_cluster,
@@ -162,10 +162,11 @@ def _warn_of_task_alone(resolver: ClusterResolver) -> None:
     if not isinstance(resolver, TFConfigClusterResolver) or not names_no_cluster(resolver):
         return
     if resolver.task_type not in (None, "evaluator"):
-        warn_once(
+        warn_once_at(
+            users_frame(),
             f'TF_CONFIG says that this process is {resolver.task_type} {resolver.task_id}, but has no "cluster": '
             "it trains alone. Is the key spelt right?",
-            stacklevel=6,  # where the strategy is made
+            of=None,
         )
 
 

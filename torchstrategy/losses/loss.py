@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from torchstrategy import errors
 from torchstrategy.base.context import get_strategy, has_strategy, set_within
 from torchstrategy.base.names import Configurable, as_dtype
+from torchstrategy.base.options import Choice
 
 __all__ = [
     "EPSILON",
@@ -132,7 +132,7 @@ def replica_means() -> AbstractContextManager[None]:
     return set_within(_means_are_meant, value=True)
 
 
-class Reduction(str, enum.Enum):
+class Reduction(str, Choice):
     """What becomes of the losses of a batch; the members equal tf's strings, which are accepted as well.
 
     ``NONE`` leaves one loss for each example (or pixel, or token), ``SUM`` adds them up, ``SUM_OVER_BATCH_SIZE`` takes

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from torchstrategy.base.addresses import is_loopback, split_address
 from torchstrategy.base.devices import Placement, full_device_name, local_devices, tensor_device
+from torchstrategy.base.later import explains_arguments
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
@@ -90,6 +91,10 @@ class ParameterServerStrategy(Strategy):
     _is_on_worker = False
     hosting: Any  # on the coordinator a ServedHosting
 
+    @explains_arguments(
+        "A cluster resolver says where the tasks are: `ts.cluster_resolver.TFConfigClusterResolver()` reads TF_CONFIG. "
+        "Estimators take `ts.compat.v1.distribute.experimental.ParameterServerStrategy()`, which needs none."
+    )
     def __init__(
         self,
         cluster_resolver: ClusterResolver,

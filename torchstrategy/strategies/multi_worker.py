@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torchstrategy.base.devices import Placement, devices_of_process, names_for_log
 from torchstrategy.base.job import Job
+from torchstrategy.base.later import explains_arguments
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import CommunicationImplementation, CommunicationOptions
 from torchstrategy.cluster_resolver.detect import find_job
@@ -64,6 +65,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         2
     """
 
+    @explains_arguments(
+        "How workers communicate is `communication_options=ts.experimental.CommunicationOptions(implementation=...)`; "
+        "`communication=` is an argument of `ts.experimental.MultiWorkerMirroredStrategy`."
+    )
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -171,6 +176,10 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
         True
     """
 
+    @explains_arguments(
+        "This older form takes `communication`, such as `ts.experimental.CommunicationImplementation.RING`, and "
+        "`cluster_resolver`; `ts.MultiWorkerMirroredStrategy` takes `communication_options` and others."
+    )
     def __init__(
         self,
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,

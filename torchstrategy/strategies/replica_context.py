@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, tensor_device
+from torchstrategy.base.later import explains_absent
 from torchstrategy.base.log import call_site
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import BatchShares, num_rows_of, regroup, select_replica, shares_of
@@ -55,6 +56,7 @@ class RunningStrategy(Protocol):
         """Say whether the replica function of a context is in progress."""
 
 
+@explains_absent("ReplicaContext")
 class ReplicaContext:
     """One replica's view of a call of ``Strategy.run``; get it with ``ts.get_replica_context()``.
 

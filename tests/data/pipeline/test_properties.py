@@ -136,6 +136,8 @@ def test_wrong_options():
         options.experimental_distribute.auto_shard_policy = "FILE"
     with pytest.raises(AttributeError, match="no option 'threading'"):
         options.threading = 1
+    with pytest.raises(AttributeError, match="no option 'experimental_deterministic': it is 'deterministic' now"):
+        options.experimental_deterministic = True
     with pytest.raises(AttributeError, match="no option 'num_devices'"):
         options.experimental_distribute.num_devices = 1
     with pytest.raises(TypeError, match="DistributeOptions"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
-from torchstrategy.base.later import explains_absent
+from torchstrategy.base.later import explains_absent, explains_arguments
 from torchstrategy.data.pipeline import dataset_sources
 from torchstrategy.data.pipeline.dataset_options import AUTOTUNE, Options, check_weights
 from torchstrategy.data.pipeline.elements import map_leaves
@@ -162,6 +162,10 @@ class Dataset(Regrouping, Transformations):
         return Dataset._of(dataset_sources.random_numbers(seed, rerandomize_each_iteration))
 
     @staticmethod
+    @explains_arguments(
+        "Elements are taken as they come, so leave `output_types` and `output_shapes` out; `output_signature`, of "
+        "`ts.data.TensorSpec`, converts and checks them."
+    )
     def from_generator(
         generator: Callable[..., Any], *, args: Sequence[Any] = (), output_signature: Any = None
     ) -> Dataset:

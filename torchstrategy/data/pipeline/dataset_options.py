@@ -212,8 +212,8 @@ class Options:
 
 def _check_name(options: Any, name: str, names: tuple[str, ...]) -> None:
     if name not in names:
+        what = f"{type(options).__name__} has no option {name!r}"
+        if (now := name.removeprefix("experimental_")) in names:
+            raise AttributeError(f"{what}: it is {now!r} now.")
         known = ", ".join(known for known in names if not known.startswith("_"))
-        raise AttributeError(
-            f"{type(options).__name__} has no option {name!r}, only {known}. tf's other options tune tf's engine and "
-            "have no counterpart."
-        )
+        raise AttributeError(f"{what}, only {known}. tf's other options tune tf's engine and have no counterpart.")
