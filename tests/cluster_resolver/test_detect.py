@@ -227,6 +227,8 @@ def test_given_resolvers():
         (tf_config({"worker": ["host1", "b:1"]}, "worker"), ValueError, "worker 0 in TF_CONFIG must be host:port"),
         (tf_config({"worker": ["host1:http", "b:1"]}, "worker"), ValueError, "Received: 'host1:http'"),
         (tf_config({"worker": ["host1:99999", "b:1"]}, "worker"), ValueError, "a port from 1 to 65535"),
+        (tf_config({"worker": ["a:1", "a:1"]}, "worker"), ValueError, "TF_CONFIG lists a:1 twice"),
+        (tf_config({"worker": ["http://a:1", "b:1"]}, "worker"), ValueError, "write 'a:1', without 'http://'"),
         (tf_config({"worker": "host1:1"}, "worker"), TypeError, "must be a list"),
         ({**TORCHRUN, "MASTER_PORT": ""}, RuntimeError, "MASTER_PORT not set"),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[9"}, ValueError, "Host names must look like"),

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 
 import torchstrategy as ts
@@ -45,7 +47,9 @@ def test_an_evaluator_that_is_not_in_the_cluster():
     ("cluster", "task_type", "task_id", "message"),
     [
         ({"boss": ["b:1"]}, None, None, r"Received also \['boss'\]"),
-        (FULL, "boss", 0, "types of tasks are .* Received: 'boss'"),
+        (FULL, "boss", 0, "types of tasks are .* Received: 'boss'$"),
+        ({"master": ["m:1"], **NO_CHIEF}, "worker", 0, r"\['master'\].* TensorFlow 1's 'master' is called 'chief'"),
+        (NO_CHIEF, "master", 0, "Received: 'master'. TensorFlow 1's 'master' is called 'chief'"),
         (NO_CHIEF, "chief", 0, r"type is 'chief', but the cluster has the jobs \['worker', 'ps'\]"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one 'chief'. Received 2"),
         ({"evaluator": ["a:1", "b:1"]}, None, None, "at most one 'evaluator'. Received 2"),
@@ -58,6 +62,20 @@ def test_clusters_that_cannot_train(cluster, task_type, task_id, message):
     for function in (util.validate_cluster_spec, util.is_chief, util.id_in_cluster, util.collective_leader):
         with pytest.raises(ValueError, match=message):
             function(cluster, task_type, task_id)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"worker": ["a:1", "b:1", "a:1"]}, "TF_CONFIG lists a:1 twice, for worker 0 and worker 2"),
+        ({"chief": ["a:1"], "ps": ["a:1"]}, "TF_CONFIG lists a:1 twice, for chief 0 and ps 0"),
+        ({"worker": ["a:1", "http://b:1"]}, "worker 1 in TF_CONFIG must be host:port: write 'b:1', without 'http://'"),
+        ({"chief": ["a:1"], "worker": ["a:2", "b:1"], "evaluator": ["a:1"]}, None),
+    ],
+)
+def test_addresses(cluster, message):
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        util.check_addresses(util.normalize_cluster_spec(cluster), "TF_CONFIG")
 
 
 def test_leaders():

@@ -697,6 +697,11 @@ def test_clusters_that_are_none(jobs, job, message):
         BetweenGraphParameterServerStrategy()
 
 
+def test_a_cluster_with_one_address_twice():
+    with as_task({"ps": ["a:1"], "worker": ["a:1"]}, "worker"), pytest.raises(ValueError, match="lists a:1 twice"):
+        BetweenGraphParameterServerStrategy()
+
+
 def test_worker_0_is_the_chief_where_there_is_none():
     for index, is_chief in ((0, True), (1, False)):
         with as_task(new_cluster(["ps", "worker", "worker"]), "worker", index):

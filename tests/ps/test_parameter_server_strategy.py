@@ -298,6 +298,8 @@ def test_strategy_attributes(cluster, connect):
         ({"ps": ["127.0.0.1:1"]}, None, "at least one worker"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "chief": ["a:1", "b:1"]}, None, "at most one chief"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "x": ["a:1"]}, None, "a job 'x'"),
+        ({"ps": ["a:1"], "worker": ["b:1"], "master": ["c:1"]}, None, "'master' is called 'chief'"),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:1"]}, None, "lists 127.0.0.1:1 twice, for ps 0 and worker 0"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, ("chief", 0), "which the cluster does not have"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, ("worker", 0), "run ts.Server"),
     ],

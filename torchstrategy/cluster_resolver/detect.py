@@ -15,6 +15,7 @@ from torchstrategy.base.job import Job
 from torchstrategy.base.log import users_frame, warn_once, warn_once_at
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import (
+    check_addresses,
     id_in_cluster,
     normalize_cluster_spec,
     task_count,
@@ -302,7 +303,7 @@ def _job_of_cluster(source: str, reason: str, spec: ClusterSpec, resolver: Clust
     """Return the job of a task of a cluster.
 
     Raises:
-        ValueError: the task is not one that trains, is none of the cluster's, or its leader's address can't be used.
+        ValueError: the task is not one that trains, is none of the cluster's, or an address can't be used.
     """
     task_type, task_id = resolver.task_type, resolver.task_id
     if task_type is None or task_id is None:
@@ -322,6 +323,7 @@ def _job_of_cluster(source: str, reason: str, spec: ClusterSpec, resolver: Clust
         validate_cluster_spec(spec, task_type, task_id)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+    check_addresses(spec, source)
     if task_id < 0:
         raise ValueError(f"{source}: a task's index must be 0 or more. Received: {task_type!r} {task_id}")
     is_evaluator = task_type == "evaluator"

@@ -6,13 +6,17 @@ tasks of the job ``worker``, in this order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torchstrategy.base.context import current_frame
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec, ClusterSpecLike
 
 __all__ = [
+    "check_addresses",
     "collective_leader",
     "coordination_leader",
     "has_worker_context",
+    "hint_of_jobs",
     "id_in_cluster",
     "is_chief",
     "normalize_cluster_spec",
@@ -78,9 +82,9 @@ def validate_cluster_spec(cluster_spec: ClusterSpecLike, task_type: str | None, 
     spec = normalize_cluster_spec(cluster_spec)
     names = "'chief', 'worker', 'evaluator' and 'ps'"
     if unknown := [job for job in spec.jobs if job not in _TASK_TYPES]:
-        raise ValueError(f"The jobs of a cluster are {names}. Received also {unknown}: {spec}")
+        raise ValueError(f"The jobs of a cluster are {names}. Received also {unknown}: {spec}{hint_of_jobs(unknown)}")
     if task_type not in _TASK_TYPES:
-        raise ValueError(f"The types of tasks are {names}. Received: {task_type!r}")
+        raise ValueError(f"The types of tasks are {names}. Received: {task_type!r}{hint_of_jobs([task_type])}")
     if task_type is not None and task_type != "evaluator" and task_type not in spec.jobs:
         raise ValueError(f"This task's type is {task_type!r}, but the cluster has the jobs {spec.jobs} only: {spec}")
     for job in ("chief", "evaluator"):
@@ -88,6 +92,51 @@ def validate_cluster_spec(cluster_spec: ClusterSpecLike, task_type: str | None, 
             raise ValueError(f"There must be at most one {job!r}. Received {count}: {spec}")
     if task_type in spec.jobs:
         _check_index(spec, task_type, task_id)
+
+
+def hint_of_jobs(unknown: Sequence[str | None]) -> str:
+    """Return what to write in the place of a job that only TensorFlow 1 has; empty for others.
+
+    Args:
+        unknown: the jobs that are not known.
+    """
+    return ". TensorFlow 1's 'master' is called 'chief'." if "master" in unknown else ""
+
+
+def check_addresses(spec: ClusterSpec, source: str) -> None:
+    """Check that no address has a protocol in front, and that no two tasks that work together have the same one.
+
+    An evaluator works with nobody.
+
+    Args:
+        spec: the cluster.
+        source: who has it, for the message.
+
+    Raises:
+        ValueError: an address can't be that of its task.
+
+    Example:
+        >>> from torchstrategy.cluster_resolver.multi_worker_util import check_addresses
+        >>> check_addresses(ts.train.ClusterSpec({"worker": ["a:1", "a:1"]}), "TF_CONFIG")
+        Traceback (most recent call last):
+        ValueError: TF_CONFIG lists a:1 twice, for worker 0 and worker 1. Each task needs a host and port of its own.
+    """
+    seen: dict[str, str] = {}
+    for job in spec.jobs:
+        for index in spec.task_indices(job):
+            task, address = f"{job} {index}", spec.task_address(job, index)
+            scheme, separator, rest = address.rpartition("://")
+            if separator:
+                raise ValueError(
+                    f"The address of {task} in {source} must be host:port: write {rest!r}, without "
+                    f"{scheme + separator!r}. Received: {address!r}"
+                )
+            other = task if job == "evaluator" else seen.setdefault(address, task)
+            if other != task:
+                raise ValueError(
+                    f"{source} lists {address} twice, for {other} and {task}. Each task needs a host and port of its "
+                    "own."
+                )
 
 
 def is_chief(cluster_spec: ClusterSpecLike, task_type: str | None, task_id: int | None) -> bool:
