@@ -33,3 +33,4 @@ if not _IS_COMMAND:
     from torchstrategy import patches
 
     patches.forget_sources()
+    later.explain_absent("torchstrategy.errors")  # which imports nothing itself
