@@ -29,7 +29,7 @@ from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["Scope", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results", "take_in"]
+__all__ = ["Scope", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results", "take_in", "without_graph"]
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:
@@ -169,7 +169,7 @@ def reduce_leaf(strategy: ReplicatedStrategy, op: ReduceOp, leaf: Any, axis: Any
     elif axis is None:
         if op is ReduceOp.SUM and num_values > 1:
             raise ValueError(f"A non-DistributedValues value {leaf} cannot be reduced with the given reduce op {op}.")
-        return leaf
+        return without_graph(leaf)
     else:  # every local replica has it
         values = (_tensor_of(leaf),) * len(strategy.placement.devices)
     for value in values:
@@ -190,6 +190,12 @@ def reduce_leaf(strategy: ReplicatedStrategy, op: ReduceOp, leaf: Any, axis: Any
         )
 
 
+def without_graph(leaf: Any) -> Any:
+    """Return a value that is passed on as it is: detached, as what several replicas' values become."""
+    is_computed = isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, Variable)
+    return leaf.detach() if is_computed else leaf
+
+
 def _tensor_of(leaf: Any) -> Tensor:
     try:
         return torch.as_tensor(leaf)
@@ -206,7 +212,7 @@ def gather_leaf(strategy: ReplicatedStrategy, leaf: Any, axis: int) -> Any:
     elif strategy.workers is not None:
         values = (leaf,)
     else:
-        return leaf
+        return without_graph(leaf)
     for value in values:
         axis = check_gather_axis(axis, value)
     with torch.no_grad():

@@ -42,7 +42,15 @@ from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
-from torchstrategy.strategies.replica_values import Scope, gather_leaf, inputs_of, reduce_leaf, regroup_results, take_in
+from torchstrategy.strategies.replica_values import (
+    Scope,
+    gather_leaf,
+    inputs_of,
+    reduce_leaf,
+    regroup_results,
+    take_in,
+    without_graph,
+)
 
 __all__ = ["Strategy"]
 
@@ -250,7 +258,9 @@ class Strategy:
                 well, right also where the replicas' sizes differ.
 
         Returns:
-            The same structure with a tensor for each ``PerReplica``; the mean of integers is float64.
+            The same structure with a tensor for each ``PerReplica``; the mean of integers is float64. No result has a
+            graph, with one replica as with several: ``backward`` belongs into the replica function. The same holds for
+            ``gather``; ``all_reduce`` and ``all_gather`` of the replica context are differentiable.
 
         Raises:
             ValueError: ``reduce_op`` is unknown, ``value`` can't be reduced, or ``axis`` is out of range.
@@ -309,7 +319,7 @@ class Strategy:
             )
         self._require_cross_replica()
         if self.num_replicas_in_sync == 1:
-            return tree.map_leaves(lambda leaf: inputs_of(self, 0, leaf), value)
+            return tree.map_leaves(lambda leaf: without_graph(inputs_of(self, 0, leaf)), value)
         self._agree_on_structure("Strategy.gather", value)
         return tree.map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
 
