@@ -46,6 +46,19 @@ MEANS = {
     "poisson_nll_loss": lambda z, y: F.poisson_nll_loss(z, one_hot(y)),
     "a sum over the size": lambda z, y: own_average((z - one_hot(y)).square(), len(y)),
     "a sum over the number of elements": lambda z, y: own_average((z - one_hot(y)).square(), y.numel() * CLASSES),
+    "cross_entropy, summed, over the size": lambda z, y: F.cross_entropy(z, y, reduction="sum") / len(y),
+    "cross_entropy, summed and smoothed": lambda z, y: (
+        F.cross_entropy(z, y, reduction="sum", label_smoothing=0.1) / y.numel()
+    ),
+    "cross_entropy of places": lambda z, y: (
+        F.cross_entropy(z[:, :, None].tile(5), y[:, None].tile(5), reduction="sum") / (y.numel() * 5)
+    ),
+    "nll_loss, summed": lambda z, y: F.nll_loss(z.log_softmax(1), y, reduction="sum") / torch.tensor(len(y)),
+    "mse_loss, summed": lambda z, y: F.mse_loss(z, one_hot(y), reduction="sum") / one_hot(y).numel(),
+    "bce_with_logits, summed": lambda z, y: F.binary_cross_entropy_with_logits(z, one_hot(y), reduction="sum") / len(y),
+    "sums of two losses": lambda z, y: (F.cross_entropy(z, y, reduction="sum") - 0.5 * z.square().sum()) / len(y),
+    "divided before the sum": lambda z, y: (F.cross_entropy(z, y, reduction="none") / len(y)).sum(),
+    "squares divided before the sum": lambda z, y: -(-(z - one_hot(y))[:, :3].square() / len(y)).sum(1).sum(),
     "a negative mean": lambda z, y: -z.log_softmax(1).gather(1, y[:, None]).mean(),
     "a root of a mean": lambda z, y: F.mse_loss(z, one_hot(y)).sqrt(),
     "a weighted sum of means": lambda z, y: 0.7 * F.mse_loss(z, one_hot(y)) + 0.1 * F.l1_loss(z, one_hot(y)),
@@ -90,6 +103,10 @@ RIGHT = {
     "times its inverse": lambda z, y: F.cross_entropy(z, y) * (1 / ts.get_strategy().num_replicas_in_sync),
     "a counted sum": all_reduced,
     "times the share": share_of_the_batch,
+    "a sum over the global size": lambda z, y: F.cross_entropy(z, y, reduction="sum") / 10,
+    "divided by the global size before the sum": lambda z, y: (F.cross_entropy(z, y, reduction="none") / 10).sum(),
+    "half a square": lambda z, y: ((z - one_hot(y)).square() / 2).sum(),
+    "means over axes, summed": lambda z, y: ((z - one_hot(y)).square() / CLASSES).sum(),
     "divided before the mean": lambda z, y: (F.cross_entropy(z, y, reduction="none") / 2).mean(),
     "a scaled regularizer": lambda z, y: right(z, y) + ts.nn.scale_regularization_loss(z.new_ones(()) * z.sum() * 0),
 }

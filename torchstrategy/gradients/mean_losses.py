@@ -2,7 +2,8 @@
 
 Gradients are added up over replicas, so such a step is N times as large as one replica's. What counts is what the loss
 is, not how the program calls it: the graph of the scalar that ``backward`` or ``grad`` starts from is followed through
-scalar operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements.
+scalar operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements,
+divided before or after it is made.
 Any division above it, and any factor that is a replica's part of the batch, counts as meant.
 """
 
@@ -27,8 +28,13 @@ __all__ = ["NUM_LOOKS", "FoundMean", "MeanLossCheck"]
 NUM_LOOKS = 3
 #: A graph of so many scalar operations is not followed to its end.
 _MAX_NODES = 1000
-#: What `_saved_reduction` is for a mean.
-_MEAN = 1
+#: In a sum of sums so many terms are looked at.
+_MAX_TERMS = 16
+#: What `_saved_reduction` is for a mean and for a sum.
+_MEAN, _SUM = 1, 2
+#: What leaves a sum one, but for a sign or a constant factor, and what adds sums up.
+_KEEPS = ("NegBackward", "MulBackward", "ToCopyBackward")
+_ADDS = ("AddBackward", "SubBackward", "RsubBackward")
 #: The backward functions of collectives between replicas: what is above one is of all replicas.
 _COLLECTIVES = ("_AllReduce", "_AllGather")
 _STACKS = ("StackBackward", "CatBackward")
@@ -161,11 +167,14 @@ def _mean_of(node: Any, counts: _Counts) -> str | None:
         return "mean" if _num_averaged(node) > 1 and not _is_scaled_below(node, counts) else None
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.partition("Backward")[0]).lower()
+    divisor = None
     if kind.startswith("DivBackward"):
-        divisor, total = _number(node, "_saved_other"), _sum_below(node, counts)
-        if total is not None and divisor is not None and counts.is_own_size(divisor, total._saved_self_sym_sizes):
-            return f"a sum over {divisor:g}, the number of its elements"
-    return None
+        number = _number(node, "_saved_other")
+        if number is not None and any(counts.is_own_size(number, sizes) for sizes in _sums_below(node, counts)):
+            divisor = number
+    elif kind.startswith("SumBackward"):
+        divisor = _own_size_below(node, counts)
+    return None if divisor is None else f"a sum over {divisor:g}, the number of its elements"
 
 
 def _below(node: Any, counts: _Counts) -> Iterator[Any]:
@@ -186,17 +195,52 @@ def _below(node: Any, counts: _Counts) -> Iterator[Any]:
             yield from (member for member, _ in child.next_functions if member is not None and _is_scalar(member))
 
 
-def _sum_below(node: Any, counts: _Counts) -> Any:
-    """Return the sum that a division is of, directly or but for a sign or a constant factor."""
+def _sums_below(node: Any, counts: _Counts) -> Iterator[Sequence[int]]:
+    """Yield the sizes of what is added up in the sums that an operation is of, but for signs and constant factors."""
+    waiting = [node]
+    for _ in range(_MAX_TERMS):
+        if not waiting:
+            return
+        node = waiting.pop()
+        children = [child for child, _ in node.next_functions if child is not None and _is_scalar(child)]
+        if len(children) > 1 and not node.name().startswith(_ADDS):
+            continue
+        for child in children:
+            kind = child.name()
+            if kind.startswith("SumBackward"):
+                if not _is_scaled_below(child, counts):
+                    yield child._saved_self_sym_sizes
+            elif getattr(child, "_saved_reduction", None) == _SUM:
+                yield from _sizes_of_examples(child)
+            elif kind.startswith((*_KEEPS, *_ADDS)):
+                waiting.append(child)
+
+
+def _sizes_of_examples(node: Any) -> Iterator[Sequence[int]]:
+    """Yield the sizes of what one of torch's losses adds up; asking for saved tensors could compute them anew."""
+    child, index = node.next_functions[0]
+    if child is None:
+        return
+    sizes = tuple(child._input_metadata[index].shape)
+    yield sizes
+    if node.name().startswith("NllLoss") and len(sizes) > 1:  # of one class each
+        yield (sizes[0], *sizes[2:])
+
+
+def _own_size_below(node: Any, counts: _Counts) -> float | None:
+    """Return the number of a replica's own elements by which each of them has been divided before a sum."""
     for _ in range(4):
         children = [child for child, _ in node.next_functions if child is not None]
-        if len(children) != 1 or not _is_scalar(children[0]):
+        if len(children) != 1 or not children[0].name().startswith((*_KEEPS, "DivBackward", "SumBackward")):
             return None
         node = children[0]
-        if node.name().startswith("SumBackward"):
-            return None if _is_scaled_below(node, counts) else node
-        if not node.name().startswith(("NegBackward", "MulBackward", "ToCopyBackward")):
+        if not node.name().startswith("DivBackward"):
+            continue
+        number, sizes = _number(node, "_saved_other"), tuple(node._input_metadata[0].shape)
+        # Half a square, and the mean over axes of each example, are common and no mean over examples.
+        if number is None or number in {2, *sizes[1:], math.prod(sizes[1:])}:
             return None
+        return number if counts.is_own_size(number, sizes) else None
     return None
 
 
