@@ -1,6 +1,7 @@
 """Losses over replicas; tf's measured cases of the same functions are in tests/parity."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -169,6 +170,27 @@ def test_none_multiplies_by_the_number_of_replicas(num_replicas):
     strategy = mirrored(num_replicas)
     results = strategy.experimental_local_results(strategy.run(ts.compute_average_loss, args=(VECTOR,)))
     assert [r.item() for r in results] == pytest.approx([2.0 / num_replicas] * num_replicas)
+
+
+def test_none_with_uneven_shares_warns_once(monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    strategy = mirrored(2)
+
+    def run(num_examples, fn=ts.compute_average_loss):
+        (batch,) = strategy.experimental_distribute_dataset(torch.ones(num_examples), batch_size=8)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy.run(fn, args=(batch,))
+        return caught
+
+    assert run(8) == []
+    assert run(7, lambda x: ts.compute_average_loss(x, global_batch_size="actual")) == []
+    assert run(7, lambda x: ts.compute_average_loss(torch.cat([x, x]))) == []  # of something else than examples
+    (warning,) = run(7, lambda x: ts.compute_average_loss(x))
+    assert "the shares of this batch are uneven" in str(warning.message)
+    assert 'global_batch_size="actual"' in str(warning.message)
+    assert warning.filename == __file__
+    assert run(7) == []
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

@@ -42,7 +42,8 @@ def compute_average_loss(
         sample_weight: broadcastable to ``per_example_loss``, or ``[batch]`` for a loss of ``[batch, n]``; ``None``
             means every example weighs 1. Weights do not change the divisor.
         global_batch_size: examples in the batch over all replicas, an integer or a scalar integer tensor. ``None``
-            means ``batch`` times ``num_replicas_in_sync``, which is right only if every replica got the same share;
+            means ``batch`` times ``num_replicas_in_sync``, which is right only if every replica got the same share
+            (where not, a warning says so once);
             ``"actual"`` means the true number of this step's examples, as the distributed dataset counted them.
 
     Returns:
@@ -220,9 +221,22 @@ def _divisor_of_equal_shares(num_losses: int) -> int:
     context = get_replica_context()
     num_parts = _num_parts(context)
     if num_parts == 1:
+        _warn_of_uneven_shares(context, num_losses)
         return num_losses * _num_replicas()
     own, total = known_counts(context, num_losses)  # of all batches of the optimizer step
     return total if own == num_losses else num_losses * _num_replicas() * num_parts
+
+
+def _warn_of_uneven_shares(context: Any, num_losses: int) -> None:
+    shares = None if context is None or torch.compiler.is_compiling() else context.batch_shares
+    if shares is None or len(set(shares.shares)) == 1 or num_losses != context._num_own_examples:
+        return
+    warn_once(
+        "compute_average_loss without global_batch_size divides by this replica's share of the batch times the number "
+        "of replicas, as in tf, but the shares of this batch are uneven, so that the examples of small ones weigh more "
+        'than the others. Say global_batch_size="actual", which is exact for every batch.',
+        stacklevel=6,
+    )
 
 
 def _num_parts(context: Any) -> int:
