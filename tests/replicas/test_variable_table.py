@@ -52,6 +52,7 @@ def expected_read(synchronization, aggregation, copies):
     return {"NONE": ValueError, "SUM": sum(copies), "MEAN": sum(copies) / len(copies)}[aggregation]
 
 
+@pytest.mark.filterwarnings("ignore:Variable .* is read outside `run`")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_mirrored_strategy(count):
     strategy = ts.MirroredStrategy(cpu_devices(count))

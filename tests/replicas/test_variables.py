@@ -75,6 +75,7 @@ def test_compiled_module_with_variables():
             np.testing.assert_allclose(many[name], one[name], atol=1e-10, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:Variable .* is read outside `run`")
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
 @pytest.mark.parametrize(
     ("synchronization", "aggregation"),
@@ -87,6 +88,24 @@ def test_processes_do_what_replicas_in_one_process_do(synchronization, aggregati
     assert [own for own, _ in results] == [[value] for value in values]
     if not (synchronization is ON_WRITE and aggregation is NO_AGGREGATION):  # each process reads its own copy then
         assert [seen for _, seen in results] == [read, read]
+
+
+def test_copies_that_differ_are_told_of_when_they_are_read_as_one():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        v = ts.Variable(0.0)
+    strategy.run(lambda: v.assign_add(5.0))  # alike on all replicas
+    assert float(v) == 5.0
+    strategy.run(lambda: v.assign_add(float(ts.get_replica_context().replica_id_in_sync_group)))
+    assert [float(own) for own in strategy.experimental_local_results(v)] == [5.0, 6.0]
+    with pytest.warns(
+        UserWarning, match=r"'Variable:0' is read outside `run`.*aggregation=ts.VariableAggregation"
+    ) as told:
+        assert v.numpy() == 5.0
+    assert told[0].filename == __file__
+    assert float(v) == 5.0  # it is said once
+    v.assign(1.0)
+    assert v.numpy() == 1.0
 
 
 def test_processes_take_the_chiefs_initial_value(process_pool):

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.log import users_frame, warn_once_at
 from torchstrategy.base.options import ReduceOp, VariableAggregation
 from torchstrategy.base.values import DistributedValues, PerReplica
 from torchstrategy.replicas.adapters import HandleOfAll
@@ -50,6 +51,11 @@ _ABOUT_A_COPY = frozenset({
     "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__len__",
     "untyped_storage",
 })  # fmt: skip
+_COPIES_DIFFER = (
+    "Variable {!r} is read outside `run`, which gives replica 0's value, but its copies differ: without an "
+    "aggregation each replica assigns to its own, as in tf. Make it with aggregation=ts.VariableAggregation.SUM, MEAN "
+    "or ONLY_FIRST_REPLICA, or read all: `strategy.experimental_local_results(variable)`."
+)
 VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
@@ -243,11 +249,20 @@ class DistributedVariable(Variable):
         context = current_replica_context()
         return context is not None and context.strategy is self.strategy
 
-    def _here(self, *, reads: bool) -> Tensor:  # noqa: ARG002 - for subclasses
+    def _here(self, *, reads: bool) -> Tensor:
         """Return what stands for the variable in a torch function that is called here."""
         context = current_replica_context()
-        inside = context is not None and context.strategy is self.strategy
-        return self.copy_on(context.local_id if inside else 0)
+        if context is not None and context.strategy is self.strategy:
+            return self.copy_on(context.local_id)
+        if reads and self._copies and self._copies[0].diverges:
+            self._warn_if_copies_differ()
+        return self.copy_on(0)
+
+    def _warn_if_copies_differ(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            first, *others = (copy.detach().cpu() for copy in self._copies)
+            if not all(torch.equal(first, other) for other in others):
+                warn_once_at(users_frame(), _COPIES_DIFFER.format(self.name), of=self.strategy)
 
     def _call_for_each_copy(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
         """Call a torch function in cross-replica context, once for each copy."""
