@@ -1,7 +1,10 @@
+import traceback
+
 import pytest
 import torch
 
 import torchstrategy as ts
+from tests.programs import cpu_devices
 
 STRATEGIES = [
     ts.get_strategy,
@@ -37,3 +40,35 @@ def test_what_is_combined_over_replicas_has_no_graph(make):
     assert [own.requires_grad for own in combined] == [False] * len(combined)
     summed = strategy.run(lambda: ts.get_replica_context().all_reduce("SUM", loss()))
     assert all(own.requires_grad for own in strategy.experimental_local_results(summed))
+
+
+def step(batch):
+    return float(batch + "no number") if isinstance(batch, float) else batch
+
+
+def step_of_two(x, y):
+    return x + y
+
+
+@pytest.mark.parametrize("make", STRATEGIES)
+def test_a_batch_that_was_spread_over_the_parameters_is_told_of(make):
+    strategy = make()
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given") as raised:
+        strategy.run(step, args=(torch.ones(2), torch.ones(2)))
+    assert "To give it one batch, write args=(batch,)." in raised.value.__notes__[-1]
+    assert len(traceback.extract_tb(raised.value.__traceback__)) == 2  # this test's line, and that of `run`
+    for fn, args in ((step_of_two, (1,)), (step_of_two, (1, 2, 3)), (step, (1.0,))):  # those who err otherwise
+        with pytest.raises(TypeError) as raised:
+            strategy.run(fn, args=args)
+        assert "write args=(batch,)" not in str(getattr(raised.value, "__notes__", ""))
+
+
+def test_a_step_that_was_called_without_run_is_told_so():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    (batch,) = strategy.experimental_distribute_dataset(torch.ones(4, 2), batch_size=4)
+    with pytest.raises(ValueError, match=r"linear\(\) was given a PerReplica, one value.*strategy\.run\(fn, args"):
+        torch.nn.Linear(2, 1)(batch)
+    with pytest.raises(
+        RuntimeError, match=r"^The actual batch size is not known.*distribute_dataset\(loader\)`, not over"
+    ):
+        strategy.run(lambda _: ts.get_replica_context().actual_batch_size(), args=(torch.ones(4),))

@@ -79,6 +79,9 @@ class BatchShares:
         return 1 if self.window is None else self.window[0]
 
 
+_OR_TAKE = "Or take `strategy.experimental_local_results(value)` or `strategy.reduce(...)` first."
+
+
 class DistributedValues(Generic[ValueT]):
     """One value for each replica of this process; for type checkers ``PerReplica[torch.Tensor]`` says of what.
 
@@ -138,14 +141,16 @@ class DistributedValues(Generic[ValueT]):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ValueError(cls._outside(f"{getattr(func, '__name__', func)}()"))
+        raise ValueError(
+            f"{getattr(func, '__name__', func)}() was given a {cls.__name__}, one value for each replica: call the "
+            f"function that calls it by `strategy.run(fn, args=(value,))`. {_OR_TAKE}"
+        )
 
     @classmethod
     def _outside(cls, what: str) -> str:
         return (
             f"A {cls.__name__} has no {what}: it holds one value for each replica. Use it inside "
-            "`strategy.run(fn, args=(value,))`, or take `strategy.experimental_local_results(value)` or "
-            "`strategy.reduce(...)` first."
+            f"`strategy.run(fn, args=(value,))`. {_OR_TAKE}"
         )
 
 

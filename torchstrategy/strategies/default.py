@@ -32,7 +32,7 @@ from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
-from torchstrategy.strategies.replica_values import Scope, inputs_of
+from torchstrategy.strategies.replica_values import Scope, explain_misfit, inputs_of
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = [
@@ -119,6 +119,9 @@ class DefaultStrategy(Strategy):
         try:
             with label("replica", 0):
                 return fn(*inputs_of(self, 0, args), **inputs_of(self, 0, own_kwargs))
+        except TypeError as error:
+            explain_misfit(error, fn, args, own_kwargs)
+            raise
         finally:
             pop_frame(frame)
 

@@ -312,19 +312,23 @@ class ReplicaContext:
         device = tensor_device(self._strategy.placement.devices[self.local_id])
         if len(found) == 1:
             return torch.tensor(found[0].divisor, device=device)
-        remedy = 'Or count yourself: `global_batch_size=ctx.all_reduce("sum", torch.tensor(my_count))`.'
+        remedy = (
+            'Or count yourself: `global_batch_size=ts.get_replica_context().all_reduce("sum", torch.tensor(my_count))`.'
+        )
         if found:
             raise RuntimeError(
                 f"The arguments of the replica function are batches that were split differently: "
-                f"{[s.shares for s in found]}. Say which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
+                f"{[s.shares for s in found]}. Say which one is meant: "
+                f"`ts.get_replica_context().actual_batch_size(x)`. {remedy}"
             )
         size = num_rows_of(self._inputs if x is None else x) if self.num_replicas_in_sync == 1 else None
         if size is not None:
             return torch.tensor(size, device=device)
         raise RuntimeError(
             "The actual batch size is not known: no argument of the replica function is a batch of a distributed "
-            "dataset (a tensor computed from one does not count). Pass the batch itself to `strategy.run`, or say "
-            f"which one is meant: `ctx.actual_batch_size(x)`. {remedy}"
+            "dataset. Iterate over `strategy.experimental_distribute_dataset(loader)`, not over the loader itself, and "
+            "give `strategy.run` the batch, not a tensor computed from it; or say which one is meant: "
+            f"`ts.get_replica_context().actual_batch_size(x)`. {remedy}"
         )
 
     def _sum(self, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False) -> None:

@@ -6,7 +6,8 @@ The functions here are the leaves of ``Strategy.run``, ``reduce`` and ``gather``
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
+from torchstrategy.base.log import add_note, shows_all_frames
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues, PerReplica, regroup
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
@@ -29,7 +31,16 @@ from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["Scope", "gather_leaf", "inputs_of", "reduce_leaf", "regroup_results", "take_in", "without_graph"]
+__all__ = [
+    "Scope",
+    "explain_misfit",
+    "gather_leaf",
+    "inputs_of",
+    "reduce_leaf",
+    "regroup_results",
+    "take_in",
+    "without_graph",
+]
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:
@@ -143,6 +154,32 @@ def inputs_of(strategy: ReplicatedStrategy, local_id: int, structure: Any) -> An
     if not _needs_selection(structure):
         return structure
     return tree.map_leaves(lambda leaf: _input_leaf(strategy, local_id, leaf), structure)
+
+
+def explain_misfit(error: Exception, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Say what ``args`` is, in an error of a function that could only be called with all of it as one argument."""
+    if not isinstance(error, TypeError):
+        return
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    if _fits(signature, args, kwargs) or not _fits(signature, (args,), kwargs):
+        return
+    if error.__traceback__ is not None and not shows_all_frames():
+        error.__traceback__.tb_next = None  # no line of the program's follows
+    name = getattr(fn, "__name__", "the function")
+    add_note(
+        error, f"`args` is spread over the parameters of {name}, as in tf. To give it one batch, write args=(batch,)."
+    )
+
+
+def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def regroup_results(hosting: Hosting, results: Sequence[Any]) -> Any:

@@ -44,6 +44,7 @@ from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
 from torchstrategy.strategies.replica_values import (
     Scope,
+    explain_misfit,
     gather_leaf,
     inputs_of,
     reduce_leaf,
@@ -237,6 +238,7 @@ class Strategy:
         try:
             return self._run_replicas(fn, tuple(args), {} if kwargs is None else dict(kwargs))
         except Exception as error:
+            explain_misfit(error, fn, args, kwargs or {})
             hide_own_frames(error)
             raise
 
