@@ -130,3 +130,10 @@ def test_a_name_that_tf_has_not_either_is_absent_as_ever():
     with pytest.raises(AttributeError, match=r"module 'torchstrategy' has no attribute 'nonsense'$"):
         _ = ts.nonsense
     assert not hasattr(ts.get_strategy(), "__array__")
+
+
+def test_what_is_public_is_completed_and_nothing_else():
+    for module in (ts, ts.metrics, ts.cluster_resolver):
+        assert [name for name in dir(module) if not name.startswith("__")] == sorted(
+            set(module.__all__) - {"__version__"}
+        )

@@ -68,7 +68,7 @@ def attach(package: str, now: Sequence[str] = ()) -> tuple[Callable[[str], Any],
         return value
 
     def names() -> list[str]:
-        return sorted({*namespace, *homes})
+        return sorted({*homes, *(name for name in namespace if name.startswith("__"))})  # what it imports is no part
 
     for name in now:
         importlib.import_module(name)
