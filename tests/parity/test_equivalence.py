@@ -44,6 +44,7 @@ def test_concurrent_replicas_end_in_the_same_weights(one_replica, monkeypatch):
     assert largest_difference(one_replica["adam"], train(cpu_devices(2), optimizer_name="adam")) <= EXACT
 
 
+@pytest.mark.filterwarnings("ignore:compute_average_loss without global_batch_size")
 def test_tf_default_divisor_is_inexact_on_a_partial_batch():
     """TF's rule, local size x replicas, weighs the examples of a partial batch differently; 'actual' does not."""
 
