@@ -114,6 +114,39 @@ def test_several_inputs_and_outputs(tmp_path):
     assert next(estimator.predict(batches(4, features, labels))).keys() == {"a", "b"}
 
 
+class Halved(torch.nn.Linear):
+    """Takes the mode as an argument, as in Keras."""
+
+    def forward(self, x, training=None):
+        return super().forward(x) * (0.5 if training else 1.0)
+
+
+class HalvedModel(ts.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = Halved(2, 1)
+
+    def forward(self, x, training):
+        return self.dense(x, training)
+
+
+@pytest.mark.parametrize("make", [lambda: ts.Model(Halved(2, 1)), HalvedModel])
+def test_a_forward_with_keras_argument_gets_the_mode(tmp_path, make):
+    def compiled():
+        torch.manual_seed(0)
+        model = make()
+        model.compile("sgd", "mse")
+        return model
+
+    fitted = compiled()
+    estimator = est.model_to_estimator(compiled(), model_dir=tmp_path).train(batches(12))
+    fitted.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
+    name = "weight" if type(fitted) is ts.Model else "dense.weight"
+    np.testing.assert_array_equal(estimator.get_variable_value(name), weights(fitted)[0])
+    expected = fitted.evaluate(X, Y, batch_size=12, verbose=0)
+    assert estimator.evaluate(batches(12))["loss"] == pytest.approx(expected)
+
+
 def test_regularizers_count(tmp_path):
     def make():
         model = make_model("sgd")

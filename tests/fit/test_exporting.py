@@ -140,3 +140,15 @@ def export(path):
 @pytest.mark.slow
 def test_processes_export_as_one(process_pool, tmp_path):
     assert process_pool(2).run(export, str(tmp_path / "model.pt2")) == [True, True]
+
+
+@pytest.mark.slow
+def test_a_forward_with_keras_argument_is_exported_in_evaluation_mode(tmp_path):
+    class Halved(nn.Linear):
+        def forward(self, x, training=True):
+            return super().forward(x) * (0.5 if training else 1.0)
+
+    model = ts.Model(Halved(3, 2))
+    model.export(tmp_path / "model.pt2", example_inputs=X)
+    np.testing.assert_allclose(load(tmp_path / "model.pt2")(X).detach(), model.predict(X, verbose=0), rtol=1e-5)
+    assert not model.module._forward_pre_hooks

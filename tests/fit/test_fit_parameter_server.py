@@ -155,6 +155,20 @@ def test_kinds_of_data(in_order, kind):
     assert_same_history(*call_both(models, "fit", x=functools.partial(kinds[kind]), epochs=epochs))
 
 
+def test_a_forward_with_keras_argument_gets_the_mode(in_order):
+    class Halved(ts.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x, training=False):
+            return self.net(x) * (0.5 if training else 1.0)
+
+    x, y = arrays()
+    models = make_pair(in_order, Halved)
+    assert_same_history(*call_both(models, "fit", x, y, batch_size=8, validation_data=(x, y)))
+
+
 def test_several_outputs(in_order):
     class Two(ts.Model):
         def __init__(self):

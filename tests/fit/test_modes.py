@@ -142,3 +142,88 @@ def test_the_mode_is_saved(make, tmp_path):
     loaded.fit(*data(), verbose=0)
     assert modes(loaded) == modes(model)
     assert loaded.module[0][1].num_batches_tracked == 0
+
+
+class Halved(nn.Module):
+    """Ported from Keras with its argument: a dropout of a kind, which a test can foresee."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        nn.init.constant_(self.layer.weight, 0.5)
+
+    def forward(self, x, training=False):
+        return self.layer(x) * (0.5 if training else 1.0)
+
+
+class HalvedModel(ts.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = Halved()
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x, *, training):
+        return self.inner(x, training)
+
+
+class OwnStep(HalvedModel):
+    def train_step(self, data):
+        x, y = data
+        assert self(x, training=False).equal(self.inner(x))
+        self.minimize(self.compute_loss(x, y, self(x)))
+
+
+@pytest.fixture(params=STRATEGIES)
+def make_halved(request):
+    def make(model):
+        with STRATEGIES[request.param]().scope():
+            model = model()
+            model.compile(functools.partial(torch.optim.SGD, lr=0.1), "mse")
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("model", [lambda: ts.Model(Halved()), HalvedModel, OwnStep])
+def test_a_forward_with_keras_argument_gets_the_mode(make_halved, model):
+    x, y = data()
+    model = make_halved(model)
+    net = Halved()
+    net.load_state_dict({name.split(".", 1)[1]: value for name, value in model.state_dict().items()})
+    loss = nn.functional.mse_loss(net(x, training=True), y)
+    loss.backward()
+    history = model.fit(x, y, batch_size=8, validation_data=(x, y), verbose=0).history
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert history["loss"] == [pytest.approx(loss.item(), rel=1e-6)]
+    expected = net(x, training=False)
+    assert history["val_loss"] == [pytest.approx(nn.functional.mse_loss(expected, y).item(), rel=1e-6)]
+    torch.testing.assert_close(torch.as_tensor(model.predict(x, verbose=0)), expected)
+    torch.testing.assert_close(model(x, training=False), expected)
+
+
+def test_who_calls_a_model_outside_a_step_says_the_mode():
+    x, _ = data()
+    model = ts.Model(Halved())
+    assert model(x).equal(2 * model(x, training=True))
+
+
+def test_a_model_without_the_argument_says_what_to_call(make):
+    x, _ = data()
+    model = make(lambda: nn.Linear(3, 4))
+    with pytest.raises(TypeError, match=r"Sequential.forward has no parameter 'training'.*`model.eval\(\)` before"):
+        model(x, training=False)
+    with pytest.raises(TypeError, match=r"Linear.forward has no parameter 'scale', with which it was called. Leave"):
+        ts.Model(nn.Linear(3, 1))(x, scale=2)
+
+
+def test_a_step_that_passes_an_argument_which_forward_lacks():
+    class Passing(ts.Model):
+        def train_step(self, data):
+            return self(data[0], training=True)
+
+    model = Passing(nn.Linear(3, 1))
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match=r"^Linear.forward has no parameter 'training'"):
+        model.fit(*data(), verbose=0)

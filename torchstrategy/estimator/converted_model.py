@@ -150,7 +150,7 @@ class _ModelFn:
         device = torch.get_default_device()
         module = copy.deepcopy(self._module).to(device)
         if not isinstance(module, TrainableModule):  # whose own call does it
-            module.register_forward_pre_hook(_spread_features, with_kwargs=True)
+            module.register_forward_pre_hook(_spread_features, prepend=True, with_kwargs=True)
         if has_strategy():
             get_strategy().replicate(module)
         return module

@@ -28,8 +28,10 @@ __all__ = [
     "describe_data",
     "example_of",
     "explain_failed_call",
+    "explain_unexpected",
     "initialise_lazy_layers",
     "put_into_training",
+    "with_mode",
 ]
 
 
@@ -91,7 +93,7 @@ def _restore(modes: list[tuple[Any, bool]]) -> None:
             module.training = training
 
 
-def initialise_lazy_layers(model: nn.Module, strategy: Any, batch: Any) -> None:
+def initialise_lazy_layers(model: Any, strategy: Any, batch: Any) -> None:
     """Call a model that has parameters without a shape once, so that they get one.
 
     Replicas get copies of the parameters, which must exist by then.
@@ -104,7 +106,8 @@ def initialise_lazy_layers(model: nn.Module, strategy: Any, batch: Any) -> None:
     if any(is_lazy(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())):
         x = unpack_x_y_sample_weight(strategy.experimental_local_results(batch)[0])[0]
         with Evaluating(model):
-            model(x)
+            args, kwargs = call_arguments(model._with_forward.forward, x)
+            model(*args, **with_mode(model._with_forward, args, kwargs))
 
 
 def copy_module(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -124,7 +127,13 @@ def copy_module(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Mod
             memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     with unrecorded():
         copied: nn.Module = copy.deepcopy(module, memo)
+    if with_mode(copied, (), {}):  # what calls it does not know
+        copied.register_forward_pre_hook(_give_mode, with_kwargs=True)
     return copied.eval()
+
+
+def _give_mode(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, with_mode(module, args, kwargs)
 
 
 def example_of(description: Any, batch_size: int) -> Any:
@@ -182,6 +191,26 @@ def call_arguments(forward: Callable[..., Any], x: Any) -> tuple[tuple[Any, ...]
     return (tuple(x), {}) if num_positional > 1 or takes_more else ((x,), {})
 
 
+def with_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments with the module's mode, where its ``forward`` has Keras' ``training`` and lacks it here.
+
+    Args:
+        module: whose ``forward`` is called.
+        args: what it is given.
+        kwargs: its keyword arguments.
+    """
+    forward = getattr(module, "_orig_mod", module).forward  # as it was before torch.compile
+    inner = inspect.unwrap(forward)
+    code = getattr(inner, "__code__", None)  # a signature takes longer than a small layer, and this is in steps' way
+    if code is None or "training" in kwargs:
+        return kwargs
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    num_given = len(args) + (hasattr(forward, "__self__") or hasattr(inner, "__self__"))
+    is_given = "training" in names[: min(num_given, code.co_argcount)]
+    is_named = "training" in names[code.co_posonlyargcount :]
+    return {**kwargs, "training": module.training} if is_named and not is_given else kwargs
+
+
 def explain_failed_call(error: Exception, model: Any, method: str, args: Any, kwargs: Any) -> Exception:
     """Return the error to raise when the first call of a model fails: it names what the model was given.
 
@@ -192,13 +221,40 @@ def explain_failed_call(error: Exception, model: Any, method: str, args: Any, kw
         args: what ``forward`` was given.
         kwargs: its keyword arguments.
     """
-    data = kwargs or (args[0] if len(args) == 1 else args)
+    named = {name: value for name, value in kwargs.items() if name not in _FLAGS}
+    data = named if not args else (args[0] if len(args) == 1 and not named else (*args, *named.values()))
     message = (
         f"{method}(x=...): the model {model.name!r} failed on its first batch. Its forward was given "
         f"{describe_data(data)} and raised {type(error).__name__}: {str(error).rstrip('. ')}. {_advice(model, data)} "
         "The error above shows where in the model it happened."
     )
     return errors.InvalidArgumentError(message)
+
+
+def explain_unexpected(module: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a call whose keyword arguments ``forward`` does not have; ``None`` if it has them.
+
+    Args:
+        module: whose ``forward`` was called.
+        kwargs: its keyword arguments.
+    """
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # it is not Python's
+        return None
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    unexpected = sorted(kwargs.keys() - {parameter.name for parameter in parameters if parameter.kind in _NAMED})
+    if not unexpected:
+        return None
+    name = type(bodies(module)[0]).__name__
+    message = f"{name}.forward has no parameter {' and no '.join(map(repr, unexpected))}, with which it was called."
+    if "training" in unexpected:
+        return (
+            f"{message} Leave `training=` out: fit, evaluate and predict set the mode, which is `self.training` in a "
+            "module; in a loop of your own call `model.eval()` before, and `model.train()` after."
+        )
+    return f"{message} Leave it out, or add it to forward."
 
 
 def _advice(model: Any, data: Any) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base.names import snake_case
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.fit.calling import call_arguments, explain_failed_call
+from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, with_mode
 from torchstrategy.fit.steps import current_step
 from torchstrategy.fit.trainer import ATTRIBUTE, Trainer, is_metric, trainer_of
 from torchstrategy.losses.layer_losses import losses_of
@@ -45,16 +45,24 @@ class TrainableModule(nn.Module):
         self.name = name if name is not None else snake_case(type(self if module is None else module).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the ``x`` of a batch: a tensor, several in a tuple or list, or a dict of them."""
+        """Call the model with the ``x`` of a batch: a tensor, several in a tuple or list, or a dict of them.
+
+        In a step a ``forward`` with Keras' parameter ``training`` gets the mode, as Keras' own steps give it.
+        """
         if len(args) == 1 and not kwargs and not isinstance(args[0], Tensor):
-            args, kwargs = call_arguments(self._forward_of_arguments, args[0])
+            args, kwargs = call_arguments(self._with_forward.forward, args[0])
         state = current_step()
+        if state.method:
+            kwargs = with_mode(self._with_forward, args, kwargs)
         try:
             if state.autocast is None:
                 return super().__call__(*args, **kwargs)
             with torch.autocast(trainer_of(self).device_of(self).type, state.autocast):
                 return super().__call__(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            unexpected = explain_unexpected(self._with_forward, kwargs) if isinstance(error, TypeError) else None
+            if unexpected is not None:
+                raise TypeError(unexpected) from None  # forward has not begun
             if state.is_checked and not isinstance(error, NotImplementedError):
                 raise explain_failed_call(error, self, state.method, args, kwargs) from error
             raise
@@ -321,10 +329,10 @@ class TrainableModule(nn.Module):
         return all(getattr(cls, name) is getattr(TrainableModule, name) for name in names)
 
     @property
-    def _forward_of_arguments(self) -> Any:
-        """The ``forward`` whose parameters say how inputs are passed."""
+    def _with_forward(self) -> Any:
+        """The module whose ``forward`` has the parameters that say how inputs are passed: the wrapped one, or this."""
         wrapped = type(self).forward is TrainableModule.forward and "module" in self._modules
-        return self.module.forward if wrapped else self.forward
+        return self.module if wrapped else self
 
 
 def _attribute_metrics(model: nn.Module) -> list[Any]:
