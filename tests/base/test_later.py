@@ -90,6 +90,10 @@ def test_names_that_are_not_here_are_absent_and_what_to_use_is_there(name, remar
         (lambda: ts.ConfigProto, "'torchstrategy' has no attribute 'ConfigProto'. Nothing is deferred"),
         (lambda: ts.logging, 'Use `logging.getLogger("torchstrategy")`.'),
         (lambda: ts.train.AdamOptimizer, "Use `torch.optim.Adam(parameters, lr)`."),
+        (
+            lambda: ts.Model(torch.nn.Flatten()).trainable_variables,
+            "'Model' object has no attribute 'trainable_variables'. Use `",
+        ),
     ],
 )
 def test_an_absent_name_says_what_to_use(look, remark):
@@ -137,3 +141,16 @@ def test_what_is_public_is_completed_and_nothing_else():
         assert [name for name in dir(module) if not name.startswith("__")] == sorted(
             set(module.__all__) - {"__version__"}
         )
+
+
+def test_a_model_has_layers_of_the_same_names():
+    with ts.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = ts.Model(torch.nn.Flatten())
+        model.layers = torch.nn.Linear(2, 1)
+        model.compile(None, "mse")
+    assert model.evaluate(torch.ones(4, 1), torch.ones(4, 1), verbose=0) == 0.0
+    assert isinstance(model.layers, torch.nn.Linear)
+    with pytest.raises(AttributeError, match=r"Use `model.load_state_dict"):
+        _ = model.set_weights
+    with pytest.raises(AttributeError, match=r"'Model' object has no attribute 'nonsense'$"):
+        _ = model.nonsense

@@ -262,7 +262,7 @@ MISTAKES = {
     "all frozen": (freezing_everything, ["frozen", "requires_grad=False"]),
     # subclasses
     "no module": (lambda strategy: ts.Model([nn.Linear(4, 3)]), ["ts.Model(torch.nn.Sequential(...))"]),
-    "no forward": (fitting_model(NoForward), ["NoForward must define forward(self, x)"]),
+    "no forward": (fitting_model(NoForward), ["NoForward defines `call`, as in Keras: name it `forward`."]),
     "no super().__init__()": (fitting_model(NoSuper), ["super().__init__()", "NoSuper"]),
     "a loss returned": (fitting_model(ReturnsLoss, classifier), ["step must return a dict", "self.minimize(loss)"]),
     "detached": (fitting_model(CutsTheGraph, classifier), ["does not depend", "detach()"]),

@@ -546,3 +546,26 @@ def test_own_steps_in_a_window_must_leave_the_update_to_minimize():
     model.compile("sgd", "mse", gradient_accumulation_steps=2)
     with pytest.raises(RuntimeError, match=r"self\.minimize\(loss\)"):
         model.fit(*data(), batch_size=2, verbose=0)
+
+
+def test_arguments_that_only_keras_has_say_what_to_do():
+    model = ts.Model(linear())
+    with pytest.raises(TypeError, match=r"^compile\(run_eagerly=...\): leave it out: steps run eagerly"):
+        model.compile("sgd", "mse", run_eagerly=True)
+    for method in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(TypeError, match=r"\(workers=...\): leave it out. A `DataLoader\(..., num_workers"):
+            method(*data()[:1], workers=2)
+    with pytest.raises(TypeError, match=r"^ts.Model\(inputs=...\): there is no functional API. Derive from ts.Model"):
+        ts.Model(inputs=1)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'nonsense'"):
+        ts.Model(nonsense=1)
+
+
+class Called(ts.Model):
+    def call(self, x):
+        return x
+
+
+def test_call_is_to_be_named_forward():
+    with pytest.raises(NotImplementedError, match=r"Called defines `call`, as in Keras: name it `forward`."):
+        Called()(torch.ones(2, 1))

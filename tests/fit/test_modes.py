@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.base import log
 
 STRATEGIES = {
     "default": ts.get_strategy,
@@ -201,6 +202,19 @@ def test_a_forward_with_keras_argument_gets_the_mode(make_halved, model):
     assert history["val_loss"] == [pytest.approx(nn.functional.mse_loss(expected, y).item(), rel=1e-6)]
     torch.testing.assert_close(torch.as_tensor(model.predict(x, verbose=0)), expected)
     torch.testing.assert_close(model(x, training=False), expected)
+
+
+def test_keras_way_to_freeze_is_not_read(make, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "propagate", True)
+    model = make(lambda: nn.Linear(3, 4), lambda: nn.Linear(4, 4))
+    model.module[0].trainable = False
+    model.module[1].requires_grad_(False).trainable = False
+    model.fit(*data(), verbose=0)
+    model.fit(*data(), verbose=0)
+    said = [record.message for record in caplog.records if "`trainable`" in record.message]
+    assert said == [message for message in said if message.startswith("fit: `trainable` of module.0 is False")]
+    assert len(said) == 1
 
 
 def test_who_calls_a_model_outside_a_step_says_the_mode():

@@ -105,10 +105,18 @@ def explains_absent(owner: str) -> Callable[[type[_Class]], type[_Class]]:
         AttributeError: 'DefaultStrategy' object has no attribute 'unwrap'. Use `experimental_local_results(value)`.
     """
 
-    def find(self: object, name: str) -> NoReturn:
-        _raise_absent(f"{type(self).__name__!r} object", self, name, owner)
-
     def decorate(cls: type[_Class]) -> type[_Class]:
+        above: Callable[[object, str], Any] | None = getattr(cls, "__getattr__", None)  # that of modules
+
+        def find(self: object, name: str) -> Any:
+            if above is not None:
+                try:
+                    return above(self, name)
+                except AttributeError:
+                    if name.startswith("_"):
+                        raise
+            _raise_absent(f"{type(self).__name__!r} object", self, name, owner)
+
         cls.__getattr__ = find  # type: ignore[attr-defined] # where a checker does not see it: it would allow any name
         return cls
 

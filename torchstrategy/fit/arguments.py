@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from torchstrategy.base.log import logger
 
 __all__ = [
     "COUNTS",
+    "LOADING",
     "DataArguments",
     "FitArguments",
     "check_context",
     "check_counts",
     "check_flag",
+    "explains_keras",
     "named_arguments",
     "parse_amp",
     "parse_count",
@@ -29,6 +32,35 @@ __all__ = [
     "validation_arguments",
     "warn_of_nan",
 ]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def explains_keras(method: str, **remarks: str) -> Callable[[_Method], _Method]:
+    """Return a decorator of a method that says what to do instead of arguments that only Keras has.
+
+    Args:
+        method: what the message calls it.
+        remarks: what to do, by the argument's name.
+    """
+
+    def decorate(function: _Method) -> _Method:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() & remarks.keys():
+                raise TypeError(f"{method}({name}=...): {remarks[name]}")
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+#: For ``explains_keras``: arguments of methods that read data.
+_LOADING = (
+    "leave it out. A `DataLoader(..., num_workers=...)` or `Dataset.map(..., num_parallel_calls=...)` loads ahead."
+)
+LOADING = {"workers": _LOADING, "use_multiprocessing": _LOADING, "max_queue_size": _LOADING}
 
 
 def check_context(strategy: Any, methods: str) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchstrategy import errors
 from torchstrategy.base import tree
+from torchstrategy.base.log import warning_once
 from torchstrategy.base.names import dtype_name
 from torchstrategy.checkpoint.tracked import to_plain
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
@@ -62,6 +63,12 @@ def put_into_training(model: Any) -> None:
     Args:
         model: the model.
     """
+    for name, module in model.named_modules():
+        if vars(bodies(module)[0]).get("trainable") is False and any(p.requires_grad for p in module.parameters()):
+            warning_once(
+                f"fit: `trainable` of {name or 'the model'} is False, which is Keras' and which torch does not read: "
+                "its parameters are trained. Freeze them by requires_grad_(False), and batch norms in it by eval()."
+            )
     kept = [pair for module in _frozen(model, is_alone=True) for pair in _modes_of(module)]
     model.train()
     _restore(kept)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstrategy.fit import exporting, saving
 from torchstrategy.fit import summary as summaries
-from torchstrategy.fit.arguments import FitArguments
+from torchstrategy.fit.arguments import LOADING, FitArguments, explains_keras
 from torchstrategy.fit.loop import Loop
 from torchstrategy.fit.trainable import TrainableModule
 from torchstrategy.fit.trainer import trainer_of
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torchstrategy.fit.callbacks.callback import History
 
 __all__ = ["Model"]
+
+_EAGERLY = "leave it out: steps run eagerly, so that `print` and debuggers work in them, unless jit_compile=True."
 
 
 class Model(TrainableModule):
@@ -46,6 +48,7 @@ class Model(TrainableModule):
         True
     """
 
+    @explains_keras("compile", run_eagerly=_EAGERLY, auto_scale_loss='leave it out: amp="fp16" scales the loss.')
     def compile(  # noqa: PLR0913 - Keras' signature
         self,
         optimizer: Any = "rmsprop",
@@ -106,6 +109,7 @@ class Model(TrainableModule):
         _loop_class(self).check(arguments)
         trainer_of(self).compile(self, arguments)
 
+    @explains_keras("fit", **LOADING)
     def fit(  # noqa: PLR0913 - Keras' signature
         self,
         x: Any = None,
@@ -183,6 +187,7 @@ class Model(TrainableModule):
         )
         return _loop_class(self)(self).fit(given)
 
+    @explains_keras("evaluate", **LOADING)
     def evaluate(
         self,
         x: Any = None,
@@ -226,6 +231,7 @@ class Model(TrainableModule):
         )
         return _in_form(logs, return_dict=return_dict)
 
+    @explains_keras("predict", **LOADING)
     def predict(
         self,
         x: Any,

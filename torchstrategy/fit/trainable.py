@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchstrategy.base.later import explains_absent
 from torchstrategy.base.names import snake_case
+from torchstrategy.fit.arguments import explains_keras
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, with_mode
 from torchstrategy.fit.steps import current_step
@@ -24,7 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainableModule"]
 
+_FUNCTIONAL = (
+    "there is no functional API. Derive from ts.Model and call the layers in forward(self, x), or give it a module: "
+    "ts.Model(torch.nn.Sequential(...))."
+)
 
+
+@explains_absent("Model")
 class TrainableModule(nn.Module):
     """The base of ``ts.Model``: how it is called, its steps and its attributes.
 
@@ -33,6 +41,9 @@ class TrainableModule(nn.Module):
         name: the model's name in messages; ``None`` means the class's name in snake case.
     """
 
+    @explains_keras(
+        "ts.Model", inputs=_FUNCTIONAL, outputs=_FUNCTIONAL, layers="make it of torch.nn.Sequential(*layers)."
+    )
     def __init__(self, module: nn.Module | None = None, name: str | None = None) -> None:
         super().__init__()
         if module is not None and not isinstance(module, nn.Module):
@@ -81,6 +92,8 @@ class TrainableModule(nn.Module):
             NotImplementedError: there is no wrapped module, and the subclass does not define ``forward``.
         """
         if "module" not in self._modules:
+            if hasattr(type(self), "call"):
+                raise NotImplementedError(f"{type(self).__name__} defines `call`, as in Keras: name it `forward`.")
             raise NotImplementedError(
                 f"{type(self).__name__} must define forward(self, x), or be given a module: ts.Model(module)."
             )
