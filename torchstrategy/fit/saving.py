@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchstrategy import errors
 from torchstrategy.base import tree
@@ -203,7 +203,13 @@ def _arguments_of(body: nn.Module, trainer: Trainer) -> dict[str, Any]:
 
 
 def _read(file: str) -> dict[str, Any]:
-    content = read_archive(file, what="a saved model", remedy="Load another file.")
+    is_safe = file.lower().endswith(SAFE_SUFFIX)
+    content = {} if is_safe else read_archive(file, what="a saved model", remedy="Load another file.")
+    if is_safe or (isinstance(content, dict) and content and all(isinstance(v, Tensor) for v in content.values())):
+        raise errors.DataLossError(
+            f"{file} holds weights only, as save_weights writes them, and ModelCheckpoint by default: build the model and "
+            "call model.load_weights(path). For all of it use Model.save, or ModelCheckpoint(save_weights_only=False)."
+        )
     if not isinstance(content, dict) or content.get("format") != MODEL_FORMAT:
         raise errors.DataLossError(
             f"{file} was not written by Model.save. If it holds weights, build the model and call load_weights."
