@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy as ts
 from torchstrategy import losses
+from torchstrategy.base import log
 from torchstrategy.base.values import mark_windows
 from torchstrategy.fit import steps
 from torchstrategy.fit.compiled_loss import CompiledLoss
@@ -812,6 +813,24 @@ def test_a_function_that_returns_one_number_is_refused(num_replicas, loss):
 def test_losses_that_do_not_fit_the_examples(loss, message):
     with pytest.raises((ValueError, TypeError), match=message):
         CompiledLoss(loss)(torch.zeros(4), torch.zeros(4, 1))
+
+
+def test_a_function_with_torchs_order(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "propagate", True)
+
+    def crossentropy(pred, true):
+        return F.cross_entropy(pred, true, reduction="none")
+
+    loss = CompiledLoss(crossentropy)
+    called = "loss=crossentropy is called as crossentropy(y_true, y_pred), as in tf: labels come first."
+    assert f"{called} Its parameters are (pred, true): exchange them." in caplog.text
+    with pytest.raises(RuntimeError) as caught:
+        loss(torch.zeros(4, dtype=torch.long), torch.zeros(4, 3))
+    assert called in caught.value.__notes__
+    caplog.clear()
+    CompiledLoss(per_example), CompiledLoss(lambda label, output: output), CompiledLoss(max)
+    assert "exchange" not in caplog.text
 
 
 class Heads(nn.Module):

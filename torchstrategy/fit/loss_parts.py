@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy import errors, losses
+from torchstrategy.base.log import add_note, warning_once
 from torchstrategy.fit import label_checks
 from torchstrategy.fit.label_checks import shape_of
 from torchstrategy.losses.loss import Loss, Reduction, as_tensor, matching_weight
@@ -194,9 +196,30 @@ class FunctionLoss(LossPart):
     def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
         super().__init__(getattr(fn, "__name__", None) or type(fn).__name__)
         self.fn = fn
+        self._order = f"loss={self.name} is called as {self.name}(y_true, y_pred), as in tf: labels come first."
+        names = [name.lower() for name in _parameters_of(fn)][:2]
+        if len(names) == 2 and _OF_PREDICTIONS.search(names[0]) and _OF_LABELS.search(names[1]):
+            warning_once(f"{self._order} Its parameters are ({', '.join(names)}): exchange them.")
 
     def losses(self, y: Any, y_pred: Tensor) -> Tensor:  # noqa: D102 - the base class's
-        return one_for_each_example(self.fn(y, predictions_of(y_pred)), y, y_pred, self.name)
+        try:
+            values = self.fn(y, predictions_of(y_pred))
+        except Exception as error:
+            add_note(error, self._order)
+            raise
+        return one_for_each_example(values, y, y_pred, self.name)
+
+
+#: Parts of names of a function's parameters.
+_OF_PREDICTIONS = re.compile("pred|hat|output|logit|score")
+_OF_LABELS = re.compile("true|target|label")
+
+
+def _parameters_of(fn: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # it is not Python's
+        return []
 
 
 def share_of(

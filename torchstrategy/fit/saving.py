@@ -207,8 +207,8 @@ def _read(file: str) -> dict[str, Any]:
     content = {} if is_safe else read_archive(file, what="a saved model", remedy="Load another file.")
     if is_safe or (isinstance(content, dict) and content and all(isinstance(v, Tensor) for v in content.values())):
         raise errors.DataLossError(
-            f"{file} holds weights only, as save_weights writes them, and ModelCheckpoint by default: build the model and "
-            "call model.load_weights(path). For all of it use Model.save, or ModelCheckpoint(save_weights_only=False)."
+            f"{file} holds weights only, as save_weights and by default ModelCheckpoint write them: build the model "
+            "and call model.load_weights. For all of it use Model.save or ModelCheckpoint(save_weights_only=False)."
         )
     if not isinstance(content, dict) or content.get("format") != MODEL_FORMAT:
         raise errors.DataLossError(

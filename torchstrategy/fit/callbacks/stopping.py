@@ -70,9 +70,11 @@ def find_goal(monitor: str, mode: str, model: Any, callback: str, min_delta: flo
     """
     larger = mode == "max" if mode in ("min", "max") else _larger_is_better(monitor, model)
     if larger is None:
+        names = ", ".join(getattr(model, "metrics_names", None) or ["loss"])
         raise ValueError(
             f"{callback} with monitor={monitor!r} and mode='auto' can't tell whether larger or smaller values are "
-            "better. Pass mode='max' or mode='min'."
+            "better. Pass mode='max' or mode='min' if a step or a callback adds this value. The logs have: "
+            f"{names}; with validation data each with val_ before it, too."
         )
     return Goal(larger, abs(min_delta))
 
