@@ -1,5 +1,7 @@
-"""Tracebacks show the program's lines; the library's between them are left out."""
+"""Tracebacks show the program's lines; the library's are left out."""
 
+import contextlib
+import os
 import sys
 import traceback
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
+from torchstrategy.base import log
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="an error keeps its calls in Python 3.10")
 
@@ -24,22 +27,87 @@ def strategy():
     return ts.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
-def test_an_error_of_a_replica_function_shows_no_calls_of_the_library_but_run(strategy):
+def test_an_error_of_a_replica_function_shows_no_calls_of_the_library(strategy):
     with pytest.raises(ValueError, match="the program's") as caught:
         strategy.run(fail)
-    assert names_of(caught.value)[1:] == ["run", "fail"]
+    assert names_of(caught.value)[1:] == ["fail"]
     assert caught.value.__context__ is None
 
 
-def test_an_error_of_the_library_shows_where_it_was_raised(strategy):
+def test_an_error_of_the_library_shows_which_line_of_the_program_it_is_about(strategy):
     def step():
         ts.get_replica_context().all_reduce("WRONG", torch.ones(1))
 
     with pytest.raises(ValueError, match="WRONG") as caught:
         strategy.run(step)
-    names = names_of(caught.value)
-    assert names[1:4] == ["run", "step", "all_reduce"]
-    assert len(names) > 4
+    assert names_of(caught.value)[1:] == ["step"]
+
+
+def test_an_error_of_the_library_in_fit_shows_the_line_that_called_it(strategy):
+    with strategy.scope():
+        model = ts.Model(torch.nn.Linear(1, 2))
+        model.compile(optimizer="sgd", loss=torch.nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="from 0 to 1") as caught:
+        model.fit(torch.ones(4, 1), torch.full((4,), 5), verbose=0)
+    assert names_of(caught.value) == ["test_an_error_of_the_library_in_fit_shows_the_line_that_called_it"]
+    with pytest.raises(ValueError, match="failed on its first batch") as caught:
+        model.fit(torch.ones(4, 3), torch.ones(4), verbose=0)
+    assert len(names_of(caught.value)) == 1
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+    assert all(is_of_torch(file) for file in files)
+    assert files[-1].endswith("linear.py")
+
+
+def is_of_torch(file):
+    return file.startswith(os.path.dirname(torch.__file__))
+
+
+def test_an_error_of_torch_shows_torchs_calls(strategy):
+    with strategy.scope():
+        layer = torch.nn.Linear(1, 2)
+
+    def step():
+        layer(torch.ones(1, 3))
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        strategy.run(step)
+    assert names_of(caught.value)[1] == "step"
+    assert all(is_of_torch(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)[2:])
+    assert names_of(caught.value)[-1] == "forward"
+
+
+def of_library(statement):
+    """Return a function of the library's that fails in its own way."""
+    namespace = {}
+    exec(compile(f"def inner(*_):\n    {statement}", log.__file__, "exec"), namespace)
+    return namespace["inner"]
+
+
+@pytest.mark.parametrize("statement", ["None.nothing", "open('/nowhere')"])
+def test_what_else_fails_in_the_library_shows_where(strategy, monkeypatch, statement):
+    monkeypatch.setattr(strategy.hosting, "run", of_library(statement))
+    with pytest.raises((AttributeError, OSError)) as caught:
+        strategy.run(fail)
+    assert names_of(caught.value)[1:] == ["run", "_run_replicas", "_call_hosting", "inner"]
+
+
+def test_an_interruption_shows_the_programs_lines_only(strategy):
+    def step():
+        context = ts.get_replica_context()
+        with contextlib.ExitStack() as stack:
+            stack.callback(of_library("raise KeyboardInterrupt"))
+            context.all_reduce("SUM", torch.ones(1))
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        strategy.run(step)
+    assert names_of(caught.value)[1:] == ["step"]
+
+
+def test_a_folder_of_the_programs_may_have_the_name_of_torch():
+    assert log.is_users_file(os.path.join("home", "torch", "train.py"))
+    assert log.is_users_file(os.path.dirname(log._PACKAGE[:-1]) + "/torchstrategy_trials/train.py")
+    assert not log.is_users_file(torch.nn.functional.__file__)
+    assert not log.is_users_file(ts.nn.__file__)
 
 
 def test_an_error_of_a_models_step_shows_few_calls_of_the_library(strategy):

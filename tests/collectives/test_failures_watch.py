@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from torchstrategy.collectives import notices
+from torchstrategy.collectives import failures, notices
 from torchstrategy.collectives.failures import FailureWatch
 from torchstrategy.errors import DisagreementError, ReplicaFailedError
 
@@ -87,6 +87,19 @@ def test_what_all_ranks_raise_is_printed_with_one_traceback(watches, capsys, mon
         watch._on_uncaught(*raised(DisagreementError("rank 0: 1; rank 1: 2")))
         assert capsys.readouterr().err.startswith(begin)
         assert (tmp_path / "error.json").exists()
+
+
+def test_an_interruption_is_printed_without_the_librarys_calls(watches, capsys):
+    watch = watches([0])[0]
+    namespace = {}
+    exec(compile("def receive(): raise KeyboardInterrupt", failures.__file__, "exec"), namespace)
+    try:
+        namespace["receive"]()
+    except KeyboardInterrupt as error:
+        watch._on_uncaught(KeyboardInterrupt, error, error.__traceback__)
+    printed = capsys.readouterr().err
+    assert "in test_an_interruption" in printed
+    assert "in receive" not in printed
 
 
 def test_torchrun_is_told_of_the_cause_only(watches, monkeypatch, tmp_path, capsys):

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import opcode
 import os
 import sys
 import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -43,8 +45,11 @@ __all__ = [
     "warning_once",
 ]
 
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = f"/{Path('torch')}/"
+#: Not those of a program in another folder called torch.
+_PACKAGE, _TORCH, _STDLIB = (
+    os.path.join(folder, "")
+    for folder in (Path(__file__).parents[1], Path(str(find_spec("torch").origin)).parent, Path(os.__file__).parent)  # type: ignore[union-attr]
+)
 
 
 class CallSite(NamedTuple):
@@ -81,7 +86,7 @@ def is_users_file(file: str) -> bool:
 
 def is_of_library(file: str) -> bool:
     """Say whether a file is of this library or of torch, or generated code."""
-    return file.startswith((_PACKAGE, "<")) or _TORCH in file
+    return file.startswith((_PACKAGE, _TORCH, "<"))
 
 
 def shows_all_frames() -> bool:
@@ -106,26 +111,70 @@ def line_of_program(trace: TracebackType | None) -> str:
     return f"{lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if lines else ""
 
 
-def hide_own_frames(error: Exception) -> None:
-    """Leave the library's calls that lie between calls of the program out of the traceback of a caught error.
+def hide_own_frames(error: BaseException) -> None:
+    """Leave the library's calls out of the traceback of an error that was caught to be raised again.
 
-    What follows the program's last line stays, as the place where the library raised an error of its own.
+    Those are its calls between calls of the program, and before torch's where torch has raised the error. What follows
+    the program's last line goes altogether where the library has raised an error of its own, which says all that there
+    is to say, and at an interruption. It stays where something else failed in the library, which may be its fault.
     ``TORCHSTRATEGY_FULL_TRACEBACK=1`` keeps all, and so does Python 3.10.
     """
     if shows_all_frames():
         return
-    entries = []
-    entry = error.__traceback__
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
+    for each in _chain(error):
+        entries = []
+        entry = each.__traceback__
+        while entry is not None:
+            entries.append(entry)
+            entry = entry.tb_next
+        each.__traceback__ = None
+        for entry in reversed(_shown(each, entries)):
+            each.__traceback__ = TracebackType(each.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that Python shows before it."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _shown(error: BaseException, entries: list[TracebackType]) -> list[TracebackType]:
+    """Return which entries of a traceback are shown."""
+    if not entries:
+        return entries
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
-    last = max((i for i, file in enumerate(files) if is_users_file(file)), default=0)
-    kept = entries[last]
-    for i in reversed(range(last)):
-        if i == 0 or not files[i].startswith(_PACKAGE):
-            kept = TracebackType(kept, entries[i].tb_frame, entries[i].tb_lasti, entries[i].tb_lineno)
-    error.__traceback__ = kept
+    first = 1 + max((i for i, file in enumerate(files) if _is_programs(file)), default=-1)
+    between = [entry for entry, file in zip(entries[:first], files, strict=False) if not file.startswith(_PACKAGE)]
+    after = list(zip(entries[first:], files[first:], strict=True))
+    if isinstance(error, KeyboardInterrupt):
+        is_own = any(file.startswith(_PACKAGE) for _, file in after)
+    else:
+        is_own = hasattr(error, _CUT) or (files[-1].startswith(_PACKAGE) and _raises(entries[-1]))
+    if is_own:
+        setattr(error, _CUT, True)
+        return between
+    keeps_all = not files[-1].startswith(_TORCH)
+    return between + [entry for entry, file in after if keeps_all or not file.startswith(_PACKAGE)]
+
+
+#: Attribute of an error whose traceback ends with a call of the library, not where it was raised.
+_CUT = "_torchstrategy_cut"
+
+
+def _raises(entry: TracebackType) -> bool:
+    """Say whether an entry is a statement ``raise``."""
+    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
+
+
+def _is_programs(file: str) -> bool:
+    """Say whether a file is of the program or of a package that it uses, and not Python's, torch's or the library's."""
+    if file.startswith("<"):  # what was typed is the program's
+        return not file.startswith(("<frozen", "<eval_with_key"))
+    return is_users_file(file) and not (file.startswith(_STDLIB) and "-packages" not in file)
 
 
 logger = logging.getLogger("torchstrategy")

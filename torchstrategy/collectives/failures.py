@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds, tell_launcher
-from torchstrategy.base.log import add_note, line_of_program, logger, show_uncaught, shows_all_frames
+from torchstrategy.base.log import add_note, hide_own_frames, line_of_program, logger, show_uncaught, shows_all_frames
 from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.control import ControlPlane
@@ -394,4 +394,7 @@ class FailureWatch:
             whose = "the other rank" if is_others else "rank 0"
             add_note(error, f"At {line_of_program(trace)}; the traceback is {whose}'s.")
             trace = None
+        elif isinstance(error, KeyboardInterrupt):
+            hide_own_frames(error)
+            trace = error.__traceback__
         show_uncaught(self._previous_hook, kind, error, trace)

@@ -13,7 +13,7 @@ import torch
 
 from torchstrategy import errors
 from torchstrategy.base.context import current_frame
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import hide_own_frames, logger
 
 __all__ = [
     "COUNTS",
@@ -23,7 +23,7 @@ __all__ = [
     "check_context",
     "check_counts",
     "check_flag",
-    "explains_keras",
+    "entry_point",
     "named_arguments",
     "parse_amp",
     "parse_count",
@@ -36,8 +36,10 @@ __all__ = [
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def explains_keras(method: str, **remarks: str) -> Callable[[_Method], _Method]:
-    """Return a decorator of a method that says what to do instead of arguments that only Keras has.
+def entry_point(method: str, **remarks: str) -> Callable[[_Method], _Method]:
+    """Return a decorator of a method that programs call.
+
+    It says what to do instead of arguments that only Keras has, and leaves the library's calls out of tracebacks.
 
     Args:
         method: what the message calls it.
@@ -49,14 +51,18 @@ def explains_keras(method: str, **remarks: str) -> Callable[[_Method], _Method]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() & remarks.keys():
                 raise TypeError(f"{method}({name}=...): {remarks[name]}")
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except (Exception, KeyboardInterrupt) as error:
+                hide_own_frames(error)
+                raise
 
         return checked  # type: ignore[return-value]
 
     return decorate
 
 
-#: For ``explains_keras``: arguments of methods that read data.
+#: Keras' arguments of methods that read data.
 _LOADING = (
     "leave it out. A `DataLoader(..., num_workers=...)` or `Dataset.map(..., num_parallel_calls=...)` loads ahead."
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstrategy.fit import exporting, saving
 from torchstrategy.fit import summary as summaries
-from torchstrategy.fit.arguments import LOADING, FitArguments, explains_keras
+from torchstrategy.fit.arguments import LOADING, FitArguments, entry_point
 from torchstrategy.fit.loop import Loop
 from torchstrategy.fit.trainable import TrainableModule
 from torchstrategy.fit.trainer import trainer_of
@@ -48,7 +48,7 @@ class Model(TrainableModule):
         True
     """
 
-    @explains_keras("compile", run_eagerly=_EAGERLY, auto_scale_loss='leave it out: amp="fp16" scales the loss.')
+    @entry_point("compile", run_eagerly=_EAGERLY, auto_scale_loss='leave it out: amp="fp16" scales the loss.')
     def compile(  # noqa: PLR0913 - Keras' signature
         self,
         optimizer: Any = "rmsprop",
@@ -109,7 +109,7 @@ class Model(TrainableModule):
         _loop_class(self).check(arguments)
         trainer_of(self).compile(self, arguments)
 
-    @explains_keras("fit", **LOADING)
+    @entry_point("fit", **LOADING)
     def fit(  # noqa: PLR0913 - Keras' signature
         self,
         x: Any = None,
@@ -187,7 +187,7 @@ class Model(TrainableModule):
         )
         return _loop_class(self)(self).fit(given)
 
-    @explains_keras("evaluate", **LOADING)
+    @entry_point("evaluate", **LOADING)
     def evaluate(
         self,
         x: Any = None,
@@ -231,7 +231,7 @@ class Model(TrainableModule):
         )
         return _in_form(logs, return_dict=return_dict)
 
-    @explains_keras("predict", **LOADING)
+    @entry_point("predict", **LOADING)
     def predict(
         self,
         x: Any,
@@ -264,6 +264,7 @@ class Model(TrainableModule):
             x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
         )
 
+    @entry_point("train_on_batch")
     def train_on_batch(
         self,
         x: Any,
@@ -289,6 +290,7 @@ class Model(TrainableModule):
         logs = _loop_class(self)(self).on_batch("train", x, y, sample_weight, class_weight)
         return _in_form(logs, return_dict=return_dict)
 
+    @entry_point("test_on_batch")
     def test_on_batch(
         self,
         x: Any,
@@ -299,6 +301,7 @@ class Model(TrainableModule):
         """Evaluate one global batch of arrays; arguments and result are as for ``train_on_batch``."""
         return _in_form(_loop_class(self)(self).on_batch("test", x, y, sample_weight), return_dict=return_dict)
 
+    @entry_point("predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
         """Return the predictions for one global batch of arrays, as ``predict`` does."""
         return _loop_class(self)(self).predict_on_batch(x)

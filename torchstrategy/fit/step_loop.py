@@ -15,7 +15,6 @@ import torch
 from torchstrategy.base import tree
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.labels import label
-from torchstrategy.base.log import hide_own_frames
 from torchstrategy.base.values import mark_windows
 from torchstrategy.data.micro_batches import micro_batches
 from torchstrategy.fit.arguments import check_context
@@ -148,11 +147,7 @@ class StepLoop:
             if not windows:
                 break
             begin(done)
-            try:
-                results = self._execute(windows, mode)
-            except Exception as error:
-                hide_own_frames(error)
-                raise
+            results = self._execute(windows, mode)
             done += sum(map(len, windows))
             if mode == "train":
                 position.step = done

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base.later import explains_absent
 from torchstrategy.base.names import snake_case
-from torchstrategy.fit.arguments import explains_keras
+from torchstrategy.fit.arguments import entry_point
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, with_mode
 from torchstrategy.fit.steps import current_step
@@ -41,9 +41,7 @@ class TrainableModule(nn.Module):
         name: the model's name in messages; ``None`` means the class's name in snake case.
     """
 
-    @explains_keras(
-        "ts.Model", inputs=_FUNCTIONAL, outputs=_FUNCTIONAL, layers="make it of torch.nn.Sequential(*layers)."
-    )
+    @entry_point("ts.Model", inputs=_FUNCTIONAL, outputs=_FUNCTIONAL, layers="make it of torch.nn.Sequential(*layers).")
     def __init__(self, module: nn.Module | None = None, name: str | None = None) -> None:
         super().__init__()
         if module is not None and not isinstance(module, nn.Module):

@@ -237,7 +237,7 @@ class Strategy:
         self._take_up_new()
         try:
             return self._run_replicas(fn, tuple(args), {} if kwargs is None else dict(kwargs))
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             explain_misfit(error, fn, args, kwargs or {})
             hide_own_frames(error)
             raise
