@@ -71,6 +71,12 @@ MUTATIONS = {
     "the divisor of a loss is a share's": Mutation(
         "nn.py", "return _actual_batch_size(loss)", "return loss.shape[0]", ("tests/test_nn.py",)
     ),
+    "a forward with Keras' argument keeps its default": Mutation(
+        "fit/calling.py",
+        'return {**kwargs, "training": module.training} if is_named and not is_given else kwargs',
+        "return kwargs",
+        ("tests/fit/test_modes.py",),
+    ),
     "a registry waits for an import": Mutation(
         "replicas/adapters.py", '    "torchmetrics.metric.Metric": "torchstrategy.metrics.sync",\n', ""
     ),
