@@ -217,6 +217,21 @@ def test_keras_way_to_freeze_is_not_read(make, caplog, monkeypatch):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("model", [lambda: ts.Model(nn.Sequential(Halved())), HalvedModel])
+def test_modules_that_do_not_get_the_mode_are_named(make_halved, model, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "propagate", True)
+    x, y = data()
+    model = make_halved(model)
+    model.evaluate(x, y, verbose=0)
+    assert "Halved" not in caplog.text  # the default is right
+    model.fit(x, y, batch_size=4, verbose=0)
+    is_left_out = not isinstance(model, HalvedModel)
+    said = [record.message for record in caplog.records if "Halved.forward was called without" in record.message]
+    assert len(said) == is_left_out
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_who_calls_a_model_outside_a_step_says_the_mode():
     x, _ = data()
     model = ts.Model(Halved())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from torchstrategy import errors
 from torchstrategy.base import tree
@@ -32,6 +33,7 @@ __all__ = [
     "explain_unexpected",
     "initialise_lazy_layers",
     "put_into_training",
+    "watch_modes",
     "with_mode",
 ]
 
@@ -216,6 +218,25 @@ def with_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
     is_given = "training" in names[: min(num_given, code.co_argcount)]
     is_named = "training" in names[code.co_posonlyargcount :]
     return {**kwargs, "training": module.training} if is_named and not is_given else kwargs
+
+
+def watch_modes(model: nn.Module) -> list[RemovableHandle]:
+    """Warn of modules in a model that are called without the mode, which Keras would pass on to them; until removed."""
+    modules = list(model.modules())
+    if any("_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") for module in modules):
+        return []  # torch.compile would trace what looks
+    inner = [module for module in modules if module is not model and with_mode(module, (), {})]
+    return [module.register_forward_pre_hook(_warn_of_default, with_kwargs=True) for module in inner]
+
+
+def _warn_of_default(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    default = inspect.signature(module.forward).parameters["training"].default
+    if with_mode(module, args, kwargs) is not kwargs and bool(default) is not module.training:
+        name = type(bodies(module)[0]).__name__
+        warning_once(
+            f"{name}.forward was called without `training`, which stays {default} where the mode is {module.training}. "
+            f"Let what calls it pass it on (nn.Sequential can't), or let {name} read `self.training`."
+        )
 
 
 def explain_failed_call(error: Exception, model: Any, method: str, args: Any, kwargs: Any) -> Exception:

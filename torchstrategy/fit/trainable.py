@@ -11,7 +11,7 @@ from torchstrategy.base.later import explains_absent
 from torchstrategy.base.names import snake_case
 from torchstrategy.fit.arguments import entry_point
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
-from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, with_mode
+from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, watch_modes, with_mode
 from torchstrategy.fit.steps import current_step
 from torchstrategy.fit.trainer import ATTRIBUTE, Trainer, is_metric, trainer_of
 from torchstrategy.losses.layer_losses import losses_of
@@ -63,6 +63,7 @@ class TrainableModule(nn.Module):
         state = current_step()
         if state.method:
             kwargs = with_mode(self._with_forward, args, kwargs)
+        watched = watch_modes(self._with_forward) if state.is_checked else []
         try:
             if state.autocast is None:
                 return super().__call__(*args, **kwargs)
@@ -75,6 +76,9 @@ class TrainableModule(nn.Module):
             if state.is_checked and not isinstance(error, NotImplementedError):
                 raise explain_failed_call(error, self, state.method, args, kwargs) from error
             raise
+        finally:
+            for handle in watched:
+                handle.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the predictions; subclasses override it.
