@@ -167,7 +167,8 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-dropout", action="store_true", help="leave dropout out, so that numbers can be compared")
     text = "have data loaders deliver examples in order, so that each step has the same ones"
     parser.add_argument("--no-shuffle", action="store_true", help=text)
-    parser.add_argument("program", help="a Python file")
+    text = "a Python file. It runs several times; files that it writes, but not its child processes, are put back"
+    parser.add_argument("program", help=text)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
 
 

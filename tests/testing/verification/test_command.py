@@ -140,3 +140,41 @@ def test_another_order_leaves_open_whether_a_program_is_right(options, status, v
     output = verify(*options, script(tmp_path, SHUFFLED), status=status)
     assert ("CAN'T BE COMPARED" in output) == (status == 2)
     assert causes(output) == (["batches of other examples"] if status else [])
+
+
+RESUMING = """
+import os, sys, torch, torchstrategy as ts
+os.chdir(os.path.dirname(__file__))
+strategy = ts.MirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoint = ts.train.Checkpoint(model=model, optimizer=optimizer)
+manager = ts.train.CheckpointManager(checkpoint, "ck", max_to_keep=1)
+if manager.latest_checkpoint is None and not (sys.argv[1:] and int(os.environ.get("WORLD_SIZE", 1)) > 1):
+    x = torch.arange(8.0).reshape(4, 2).to(torch.get_default_dtype())
+    for batch in strategy.experimental_distribute_dataset(x, batch_size=2):
+        def step(x):
+            optimizer.zero_grad()
+            ts.nn.compute_average_loss(model(x)[:, 0], global_batch_size="actual").backward()
+            optimizer.step()
+        strategy.run(step, args=(batch,))
+    manager.save()
+    if strategy.is_chief:
+        torch.save(model.state_dict(), "best.pt")
+print("ends")
+"""
+
+
+@pytest.mark.slow
+def test_the_users_files_stay_and_each_run_begins_from_them(verify, tmp_path):
+    folder = tmp_path / "program"
+    folder.mkdir()
+    program = script(folder, RESUMING)
+    (folder / "best.pt").write_text("the user's")
+    assert "2 replicas in 2 processes: right in all 2 steps" in verify(program, status=0)
+    assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "train.py"]
+    assert (folder / "best.pt").read_text() == "the user's"
+    output = verify(program, "only one", status=2)
+    assert "made no optimizer step with 2 replicas, though it did with one" in output
+    assert "    ends" in output

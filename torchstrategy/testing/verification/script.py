@@ -223,7 +223,8 @@ def _run_alone(runner: _Runner) -> ScriptRun:
     if not run.num_steps:
         raise ScriptError(
             f"{runner.setup.script} made no step that torch's optimizers tell of after a forward pass of a module. It "
-            "must train in the process that it is started in, by torch.optim's optimizers."
+            "must train in the process that it is started in, by torch.optim's optimizers. If it goes on from a "
+            "checkpoint that is at its end, give it another folder."
         )
     if run.is_cut:  # the others make as many
         runner.setup = dataclasses.replace(runner.setup, max_steps=run.num_steps, max_bytes=float("inf"))
@@ -249,6 +250,11 @@ def _check_number(script: str, run: ScriptRun, number: int, *, has_strategy: boo
             f"did not come together by torch.distributed, though RANK, WORLD_SIZE={number} and what else torchrun sets "
             "was there. Make a ts.MirroredStrategy(), or call torch.distributed.init_process_group() wherever "
             "WORLD_SIZE is set."
+        )
+    if not run.num_steps:
+        raise ScriptError(
+            f"{script} made no optimizer step with {number} replicas, though it did with one. Each run began from the "
+            f"same files. Its output ends with:\n{_end_of(run.printed or 'nothing')}"
         )
     if len(run.replicas) != number:
         raise ScriptError(f"{script} trained {len(run.replicas)} replicas where it was given {number}.")
@@ -378,7 +384,7 @@ def run(options: argparse.Namespace) -> int:
             per_replica_batch=options.per_replica_batch,
             without=[*["dropout"] * options.no_dropout, *["shuffling"] * options.no_shuffle],
         )
-    except ScriptError as error:
+    except (ScriptError, OSError) as error:
         sys.stderr.write(f"torchstrategy verify: {error}\n")
         return 2
     except KeyboardInterrupt:

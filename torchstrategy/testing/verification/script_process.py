@@ -29,6 +29,7 @@ from torchstrategy.base.devices import cpu_replicas
 from torchstrategy.gradients import hooks
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.verification.deviations import Run, dump
+from torchstrategy.testing.verification.script_launch import KeptFiles
 from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder
 
 __all__ = ["EXITED", "ScriptRun", "Setup", "main", "record_path", "run_script"]
@@ -104,6 +105,9 @@ def main(path: str) -> NoReturn:
     The process ends with exit status 0, or 1 if the program failed.
     """
     setup = Setup(**json.loads(Path(path).read_text(encoding="utf-8")))
+    files = KeptFiles(setup.folder).watching()
+    files.__enter__()  # to the process's end: the program's threads may write until then
+    _kept.append(files)
     run = run_script(setup)
     _wait_for_others(setup)  # which may take it for a failure that this process is gone
     sys.stderr.flush()
