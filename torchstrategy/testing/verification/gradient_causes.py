@@ -110,7 +110,7 @@ def _of_sum(
         summed = ratio(final, sum(local[1:], local[0]), tolerance)
         weighted = None if summed is None else _weighted(local, rows, expected, tolerance)
         if summed is not None and weighted is not None:
-            yield _of_shares(summed / weighted, number, rows, shown)
+            yield _of_shares(summed * weighted, number, rows, shown)
             return
         if summed is None and _sums_to(local, rows, flat(right.local, names), tolerance):
             factors = coefficients(final, local, tolerance)
@@ -146,24 +146,28 @@ def _of_ratio(times: float, number: int, num_replicas: int, shown: str) -> tuple
         return "each replica's mean weighs alike", f"{text}: {why}"
     if abs(times * num_replicas - 1) < _NEAR:
         return "loss divided twice", f"{text}: it is divided once more by the number of replicas, {num_replicas}"
-    return "loss scaled", text
+    return "loss scaled", f"{text}. Divide a sum over the examples by the size of the global batch"
 
 
 def _of_shares(effective: float, number: int, rows: Sequence[int | None], shown: str) -> tuple[str, str]:
-    """Name what the sum of the means over the replicas' shares is multiplied by."""
+    """Name what the means over the replicas' shares are multiplied by where they are summed."""
     shares = ", ".join(map(str, rows))
     text = f"the replicas' gradients are means over shares of {shares} examples"
-    if abs(effective * number - 1) < _NEAR:
+    count = next((count for count in (number, len(rows)) if abs(effective * count - 1) < _NEAR), None)
+    if count is not None:
         return (
             "each replica's mean weighs alike",
-            f"{text}, and each weighs 1/{number}, so that examples of small shares weigh more, {shown}. Divide sums by "
-            "the size of the global batch",
+            f"{text}, and each weighs 1/{count}, so that examples of small shares weigh more, {shown}. Divide sums by "
+            'the size of the global batch: global_batch_size="actual"',
         )
     if abs(effective - 1) < _NEAR:
         return "loss not divided", f"{text}, which are added up: about {number} times one replica's, {shown}"
     if abs(effective * number * number - 1) < _NEAR:
         return "loss divided twice", f"{text}, divided by {number} and once more by {number}, {shown}"
-    return "loss scaled", f"{text}, and each weighs {effective:.6g}, {shown}"
+    return (
+        "loss scaled",
+        f"{text}, and each weighs {effective:.6g}, {shown}. Divide sums by the size of the global batch",
+    )
 
 
 def _weighted(local: Sequence[Tensor], rows: Sequence[int | None], expected: Tensor, tolerance: float) -> float | None:
