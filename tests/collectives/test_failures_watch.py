@@ -8,9 +8,10 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from torchstrategy.base.log import raised_by_all
 from torchstrategy.collectives import failures, notices
 from torchstrategy.collectives.failures import FailureWatch
-from torchstrategy.errors import DisagreementError, ReplicaFailedError
+from torchstrategy.errors import DisagreementError, InvalidArgumentError, ReplicaFailedError
 
 
 @pytest.fixture(params=["pairs", 1])
@@ -69,6 +70,7 @@ def test_the_error_of_another_rank_is_printed_without_a_traceback(watches, capsy
     assert [line for line in printed if line.startswith(("Traceback", "  File"))] == []
     if sys.version_info >= (3, 11):
         assert printed[1].startswith(f"At {__file__}:")
+        assert printed[1].endswith(" in raised.")  # nobody else has raised anything
     assert error.__traceback__ is trace
     monkeypatch.setenv("TORCHSTRATEGY_FULL_TRACEBACK", "1")
     on_uncaught(kind, error, trace)
@@ -86,7 +88,18 @@ def test_what_all_ranks_raise_is_printed_with_one_traceback(watches, capsys, mon
         (tmp_path / "error.json").unlink(missing_ok=True)
         watch._on_uncaught(*raised(DisagreementError("rank 0: 1; rank 1: 2")))
         assert capsys.readouterr().err.startswith(begin)
-        assert (tmp_path / "error.json").exists()
+        assert ("Traceback" in (tmp_path / "error.json").read_text()) == (begin == "Traceback")
+        watch._on_uncaught(*raised(raised_by_all(InvalidArgumentError("rank 0: 1; rank 1: 2"))))
+        assert capsys.readouterr().err.startswith(begin.replace("Disagreement", "InvalidArgument"))
+
+
+def test_whose_traceback_is_to_be_read(watches, capsys):
+    first, second = watches([0, 0])
+    second.report("reading", OSError("no disk"))
+    until(lambda: first.failure is not None)
+    first._on_uncaught(*raised(ReplicaFailedError("Rank 1 failed in reading: OSError: no disk")))
+    if sys.version_info >= (3, 11):
+        assert " in raised; the traceback is the other rank's.\n" in capsys.readouterr().err
 
 
 def test_an_interruption_is_printed_without_the_librarys_calls(watches, capsys):

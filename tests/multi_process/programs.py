@@ -352,6 +352,15 @@ def disagreements() -> list[str]:
     return [*messages, str(float(strategy.reduce("sum", torch.ones(()))))]
 
 
+def other_models() -> tuple[str, float]:
+    """Return the message where the ranks have made other models, and a sum after it."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2 + strategy.workers.rank))
+    message = message_of(lambda: strategy.run(lambda: str(model)))
+    return message, float(ts.MirroredStrategy().reduce("sum", torch.ones(())))
+
+
 def exchanges_started_early() -> list[object]:
     """Return sums of numbers that start before other collectives, and messages where the ranks then differ."""
     strategy = ts.MirroredStrategy()

@@ -81,6 +81,14 @@ def test_disagreements_are_explained_and_leave_the_job_usable(process_pool):
         assert last == "2.0"
 
 
+def test_models_of_other_shapes_are_named_by_their_first_parameter_that_differs(process_pool):
+    for message, last in process_pool(2).run(programs.other_models):
+        assert "Build the same model on every rank.\nThe first difference is at position 2:\n" in message
+        assert "  rank 0: 1.weight of Sequential, torch.float32[2, 3] (4 in all)\n" in message
+        assert "  rank 1: 1.weight of Sequential, torch.float32[3, 3] (4 in all)" in message
+        assert last == 2.0
+
+
 def test_an_exchange_may_start_early(process_pool):
     for one, where, between, several, once_more, uneven, refused, last in process_pool(2).run(
         programs.exchanges_started_early

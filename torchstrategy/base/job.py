@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 __all__ = ["Job", "Pulse", "heartbeat_seconds", "tell_launcher"]
@@ -157,12 +158,12 @@ class Job:
     resolver: Any = field(default=None, compare=False, repr=False)
 
 
-def tell_launcher(error: Exception) -> None:
+def tell_launcher(error: Exception, trace: TracebackType | None) -> None:
     """Write an error where torchrun looks for the cause of a job's end, as ``record`` of torch's launcher does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    stack = "".join(traceback.format_exception(type(error), error, trace))
     details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)

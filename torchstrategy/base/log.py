@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "CallSite",
@@ -32,9 +32,11 @@ __all__ = [
     "hide_own_frames",
     "info_once",
     "is_of_library",
+    "is_raised_by_all",
     "is_users_file",
     "line_of_program",
     "logger",
+    "raised_by_all",
     "set_rank",
     "show_info",
     "show_uncaught",
@@ -50,6 +52,7 @@ _PACKAGE, _TORCH, _STDLIB = (
     os.path.join(folder, "")
     for folder in (Path(__file__).parents[1], Path(str(find_spec("torch").origin)).parent, Path(os.__file__).parent)  # type: ignore[union-attr]
 )
+_Error = TypeVar("_Error", bound=Exception)
 
 
 class CallSite(NamedTuple):
@@ -103,6 +106,17 @@ def show_uncaught(
         return
     sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
     sys.stderr.flush()
+
+
+def raised_by_all(error: _Error) -> _Error:
+    """Return an error that every rank raises, because all see the same difference: one of them shows its calls."""
+    error.__dict__["_is_raised_by_all"] = True
+    return error
+
+
+def is_raised_by_all(error: BaseException) -> bool:
+    """Say whether an error is one of ``raised_by_all``."""
+    return "_is_raised_by_all" in error.__dict__
 
 
 def line_of_program(trace: TracebackType | None) -> str:

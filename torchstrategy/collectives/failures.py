@@ -19,7 +19,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
 from torchstrategy.base.job import heartbeat_seconds, tell_launcher
-from torchstrategy.base.log import add_note, hide_own_frames, line_of_program, logger, show_uncaught, shows_all_frames
+from torchstrategy.base.log import (
+    add_note,
+    hide_own_frames,
+    is_raised_by_all,
+    line_of_program,
+    logger,
+    show_uncaught,
+    shows_all_frames,
+)
 from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.control import ControlPlane
@@ -40,8 +48,7 @@ __all__ = ["FailureWatch"]
 
 _ANSWER_S = 2.0
 _FELLOWS_S = 10.0
-# Answers to others' questions that are so new need not be asked for again.
-_FRESH_S = 0.5
+_FRESH_S = 0.5  # answers to others' questions that are so new need not be asked for again
 _MAX_TEXT = 2000
 _LEFT = "has ended its program"
 _DIED = "does not answer: its process has died (its connection closed)"
@@ -220,6 +227,11 @@ class FailureWatch:
         """The ranks that have ended or died."""
         return frozenset(self._absent)
 
+    @property
+    def left(self) -> frozenset[int]:
+        """The ranks that have ended by themselves."""
+        return frozenset(rank for rank, how in self._absent.items() if how == _LEFT)
+
     def where_is_everyone(self, gone: Collection[int] = ()) -> str:
         """Ask every rank what it is doing.
 
@@ -317,8 +329,7 @@ class FailureWatch:
         self.natives.abort()
 
     def _restore_hook(self) -> None:
-        # A bound method is made anew on each access, so compare what it is bound to.
-        if getattr(sys.excepthook, "__self__", None) is self:
+        if getattr(sys.excepthook, "__self__", None) is self:  # a bound method is made anew on each access
             sys.excepthook = self._previous_hook
 
     # --- in the control plane's thread
@@ -382,19 +393,19 @@ class FailureWatch:
             self._changed.wait(min(remaining, 0.2))
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # KeyboardInterrupt goes to all ranks of a terminal by itself.
-        # A forked child has no connections.
+        # KeyboardInterrupt goes to all ranks of a terminal by itself; a forked child has no connections.
         if isinstance(error, Exception) and self._plane.is_connected:
             self.report(f"its program ({self.position})", error)
         is_others = isinstance(error, ReplicaFailedError)
-        if isinstance(error, Exception) and not is_others:
-            tell_launcher(error)
-        # What ranks disagree about all of them raise: one shows the calls.
-        if (is_others or (isinstance(error, DisagreementError) and self._rank)) and not shows_all_frames():
+        is_of_all = isinstance(error, DisagreementError) or is_raised_by_all(error)  # of whom one shows the calls
+        if (is_others or (is_of_all and self._rank)) and not shows_all_frames():
             whose = "the other rank" if is_others else "rank 0"
-            add_note(error, f"At {line_of_program(trace)}; the traceback is {whose}'s.")
+            has_failed = not is_others or (self.failure or {}).get("operation")  # else it left, died or was cut off
+            add_note(error, f"At {line_of_program(trace)}" + (f"; the traceback is {whose}'s." if has_failed else "."))
             trace = None
         elif isinstance(error, KeyboardInterrupt):
             hide_own_frames(error)
             trace = error.__traceback__
+        if isinstance(error, Exception) and not is_others:
+            tell_launcher(error, trace)
         show_uncaught(self._previous_hook, kind, error, trace)

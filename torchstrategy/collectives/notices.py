@@ -18,6 +18,7 @@ from torchstrategy.base.names import alike, named_ranks
 __all__ = [
     "CUT_OFF",
     "MAX_MESH_SIZE",
+    "UNMET",
     "Answers",
     "Failures",
     "Message",
@@ -41,6 +42,8 @@ _MOST_COMPARED = 16
 _MOST_QUESTIONS = 4
 #: Where a rank is that can't say it.
 CUT_OFF = "can't be asked: a rank between this one and it, which passes messages on, does not answer"
+#: What a rank that waits says where another one has ended by itself.
+UNMET = "can't complete {}: all ranks must make this call equally often, not only inside `if strategy.is_chief:`"
 
 
 class Tree:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from torchstrategy.base.labels import label
-from torchstrategy.base.log import call_site, warn_once
+from torchstrategy.base.log import call_site, raised_by_all, warn_once
 from torchstrategy.base.names import difference_of_ranks, named_ranks, tensors_of
 from torchstrategy.base.stalls import Waiting, watch_for_stalls
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.notices import describe
+from torchstrategy.collectives.notices import UNMET, describe
 from torchstrategy.collectives.records import Group, Unite, connect_records
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.errors import (
@@ -349,11 +349,11 @@ class RecordGroup:
     def _raise_lost(self, operation: str, error: Exception, brought: Any = None) -> NoReturn:
         self.watch.wait_for_report(1.0)  # if the other rank has died, that says more
         self._raise_if_failed(operation)
-        gone = self.watch.gone  # others end because of that
         self._broken = f"the connection to another rank broke in {operation}"
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
-        where = f"{operation}{tensors_of(brought)} at {call_site()}"
+        gone, where = self.watch.gone, f"{operation}{tensors_of(brought)} at {call_site()}"  # others end because of it
         how = f"has lost its connection to another rank in {where}: {reason}"
+        how = UNMET.format(where) if self.watch.left else how
         self.watch.report_lost(how, gone)
         raise ReplicaFailedError(f"Rank {self.rank} {how}. {self.watch.where_is_everyone(gone)}") from None
 
@@ -371,7 +371,7 @@ def check_equal(brought: Sequence[Any], operation: str, what: str) -> None:
     """
     if any(other != brought[0] for other in brought):
         lines = difference_of_ranks(brought)
-        raise InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{lines}")
+        raise raised_by_all(InvalidArgumentError(f"{operation}: the ranks must bring the same {what}.\n{lines}"))
 
 
 def _encode(masks: Sequence[int], counts: Sequence[float]) -> bytes:

@@ -16,7 +16,10 @@ from typing_extensions import override
 from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, accelerator_module, tensor_device
 from torchstrategy.base.labels import label
+from torchstrategy.base.log import raised_by_all
+from torchstrategy.base.names import difference_of_ranks
 from torchstrategy.collectives.process_group import WorkerGroup
+from torchstrategy.errors import InvalidArgumentError
 from torchstrategy.replicas.adapters import OutsideCall, outside_methods, prepare_body
 from torchstrategy.replicas.copies import check_can_be_copied
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables
@@ -320,17 +323,31 @@ def _is_new(obj: Any) -> bool:
 
 
 def take_initial_values(objects: Sequence[Any], workers: WorkerGroup) -> None:
-    """Give the parameters and buffers of modules, and new variables, the chief's values, but for DTensors."""
+    """Give the parameters and buffers of modules, and new variables, the chief's values, but for DTensors.
+
+    Raises:
+        InvalidArgumentError: the ranks have other models; the message names the first parameter that differs.
+    """
     tensors: dict[int, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    operation = "taking the initial values from the chief"
     variables = [obj for obj in objects if _is_new(obj)]
     for obj in objects:
         if isinstance(obj, nn.Module):
-            for tensor in [*obj.parameters(), *obj.buffers()]:
+            for name, tensor in [*obj.named_parameters(), *obj.named_buffers()]:
                 if not isinstance(tensor, DistributedVariable) and not is_dtensor(tensor):
                     tensors.setdefault(id(tensor), tensor)
+                    names[id(tensor)] = f"{name} of {type(obj).__name__}"  # the outer module's, which comes later
     own = [*tensors.values(), *(variable.copy_on(0) for variable in variables)]
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        workers.broadcast(own, "taking the initial values from the chief")
+        try:
+            workers.broadcast(own, operation)
+        except InvalidArgumentError:  # on all ranks
+            named = [f"{names.get(id(part), 'a variable')}, {part.dtype}{list(part.shape)}" for part in own]
+            lines = difference_of_ranks(workers.exchange("naming what differs", named))
+            what = "the ranks must bring the same number, shapes and dtypes of tensors"
+            text = f"{operation}: {what}. Build the same model on every rank.\n{lines}"
+            raise raised_by_all(InvalidArgumentError(text)) from None
         for variable in variables:
             variable.is_new = False
             for copy in variable.copies[1:]:

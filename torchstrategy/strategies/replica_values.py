@@ -156,7 +156,9 @@ def inputs_of(strategy: ReplicatedStrategy, local_id: int, structure: Any) -> An
     return tree.map_leaves(lambda leaf: _input_leaf(strategy, local_id, leaf), structure)
 
 
-def explain_misfit(error: BaseException, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def explain_misfit(
+    error: BaseException, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Say what ``args`` is, in an error of a function that could only be called with all of it as one argument."""
     if not isinstance(error, TypeError):
         return
