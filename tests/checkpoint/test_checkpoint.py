@@ -325,6 +325,23 @@ class TestStatus:
         assert torch.equal(model[3].weight, untouched)
         assert torch.equal(model[0].weight, make_model()[0].weight)
 
+    def test_a_misspelt_name_is_named_with_what_it_might_be(self, saved, monkeypatch):
+        lines = []
+        monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
+        checkpoint = ts.train.Checkpoint(vv=torch.tensor(0.0), model=make_model(1))
+        both = r"lacks values of the objects, which stay as they were: vv\. It holds values of v, which no object has\."
+        with pytest.raises(ValueError, match=both):
+            checkpoint.restore(saved).assert_consumed()
+        checkpoint.restore(saved).expect_partial()
+        status = checkpoint.restore(saved)
+        assert lines == []
+        del status
+        assert len(lines) == 1
+        assert "lacks values of vv, which stayed as they were. It holds values of v, which no object has." in lines[0]
+        assert "call expect_partial()" in lines[0]
+        ts.train.Checkpoint(v=torch.tensor(0.0)).restore(saved)  # a part of it: nothing of the program is missing
+        assert len(lines) == 1
+
     def test_nothing_matches(self, saved, monkeypatch):
         lines = []
         monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))

@@ -189,9 +189,10 @@ class Checkpoint(Group):
         """Give the objects the values that a checkpoint holds for their names.
 
         Everything is checked first, on all processes: an error leaves every object as it was. Values that the
-        checkpoint lacks stay as they are; ask the returned status whether that happened. Values of names that have no
-        object yet wait until one is attached; a later restore replaces them by its own. Attaching does not
-        communicate, and checks in the same way: if the values don't fit, the object is not attached.
+        checkpoint lacks stay as they are; ask the returned status whether that happened: if you don't, a line in the
+        log warns of it when the status is dropped. Values of names that have no object yet wait until one is attached;
+        a later restore replaces them by its own. Attaching does not communicate, and checks in the same way: if the
+        values don't fit, the object is not attached.
 
         Args:
             save_path: what ``save`` or ``latest_checkpoint`` returned; ``None`` restores nothing.
@@ -253,8 +254,10 @@ class Checkpoint(Group):
         if strategy.is_chief:
             delete_leftovers(os.path.dirname(path))
         status = CheckpointLoadStatus(restoration, self._track)
-        if status.missing and not status.matched:
+        if (missing := status.missing) and not status.matched:
             logger.warning("Nothing in the checkpoint %s matches an object: %r", path, status)
+        elif missing and strategy.is_chief:
+            status.warn_unless_asked(missing)
         return status, content["save_counter"]
 
     def _strategy(self) -> Any:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 
 __all__ = ["CheckpointLoadStatus", "InitializationOnlyStatus", "Restoration", "join"]
@@ -57,6 +58,11 @@ class Restoration:
         #: The entries that no object got. ``None`` stands for the values that a later restore replaced.
         self._waiting: dict[str, Any] = dict(saved)
         self._given: dict[str, _Given] = {}
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of the checkpoint's values that no object has, as of now."""
+        return [leaf for given in self._given.values() for leaf in given.unused] + list(self._waiting)
 
     def has(self, name: str) -> bool:
         """Say whether values wait for an object of this name."""
@@ -123,7 +129,7 @@ class Restoration:
         return Report(
             matched=tuple(leaf for given in self._given.values() for leaf in given.matched),
             missing=tuple([leaf for given in fitting.values() for leaf in given.missing] + missing),
-            unused=tuple([leaf for given in self._given.values() for leaf in given.unused] + list(self._waiting)),
+            unused=tuple(self.unused),
             added_in_place=tuple(name for name in tracked if self.has(name)),
         )
 
@@ -152,6 +158,15 @@ class CheckpointLoadStatus:
         self.path = restoration.path
         self._restoration = restoration
         self._track = track
+        self._untold: weakref.finalize[Any, Any] | None = None
+
+    def warn_unless_asked(self, missing: Sequence[str]) -> None:
+        """Warn of values that the checkpoint lacks when this status is dropped, or at exit, if nobody asks before."""
+        self._untold = weakref.finalize(self, _warn_of, self._restoration, missing)
+
+    def _note_asked(self) -> None:
+        if self._untold is not None:
+            self._untold.detach()
 
     @property
     def matched(self) -> tuple[str, ...]:
@@ -194,6 +209,7 @@ class CheckpointLoadStatus:
         Raises:
             ValueError: they did not.
         """
+        self._note_asked()
         report = self._report()
         if report.added_in_place:
             raise ValueError(
@@ -204,7 +220,7 @@ class CheckpointLoadStatus:
         if report.missing:
             raise ValueError(
                 f"The checkpoint {self.path} lacks values of the objects, which stay as they were: "
-                f"{_in_short(report.missing)}."
+                f"{_in_short(report.missing)}.{_of_unused(report.unused)}"
             )
         return self
 
@@ -214,6 +230,7 @@ class CheckpointLoadStatus:
         Raises:
             ValueError: nothing was.
         """
+        self._note_asked()
         report = self._report()
         if not report.matched:
             raise ValueError(
@@ -223,7 +240,8 @@ class CheckpointLoadStatus:
         return self
 
     def expect_partial(self) -> CheckpointLoadStatus:
-        """Say to the reader that a partial match is meant; checks nothing."""
+        """Say that a partial match is meant, so that nothing warns of it; checks nothing."""
+        self._note_asked()
         return self
 
     def _report(self) -> Report:
@@ -250,6 +268,20 @@ class InitializationOnlyStatus(CheckpointLoadStatus):
 
 
 _NO_PATH = "No checkpoint was given (save_path=None); nothing was restored."
+
+
+def _of_unused(names: Sequence[str]) -> str:
+    return f" It holds values of {_in_short(names)}, which no object has." if names else ""
+
+
+def _warn_of(restoration: Restoration, missing: Sequence[str]) -> None:
+    logger.warning(
+        "The checkpoint %s lacks values of %s, which stayed as they were.%s Give the objects the names that they were "
+        "saved under; if it is meant, call expect_partial() of what restore returns.",
+        restoration.path,
+        _in_short(missing),
+        _of_unused(restoration.unused),
+    )
 
 
 def _in_short(names: Sequence[str]) -> str:
