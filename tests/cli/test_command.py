@@ -70,6 +70,23 @@ def test_nproc_is_short_for_nproc_per_node(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("2 worker(s) on this host")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message"),
+    [
+        (["doctor", "train.py"], "torchstrategy doctor [-h]", "unrecognized arguments: train.py"),
+        (["doctor", "--foo"], "torchstrategy doctor [-h]", "unrecognized arguments: --foo"),
+        (["launch"], "torchstrategy launch [-h]", "arguments are required: program\n"),
+        (["verify"], "torchstrategy verify [-h]", "arguments are required: program\n"),
+    ],
+)
+def test_wrong_arguments_are_answered_by_the_command(arguments, usage, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage}")
+    assert message in said
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("line", "expected"),

@@ -1,4 +1,8 @@
+import re
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.cli.fake_host import FakeHost, make_job, only
 from torchstrategy import patches
@@ -19,6 +23,19 @@ def test_versions_are_stated():
     (finding,) = check_versions(FakeHost(cuda_version="13.0", driver_version="580.1"))
     assert f"torchstrategy {__version__}" in finding.detail
     assert "CUDA 13.0, NVIDIA driver 580.1" in finding.detail
+
+
+def test_a_torch_that_was_not_tested_is_named(monkeypatch):
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    newest = re.search(r"The tests run with torch [\d.]+ and ([\d.]+)", page)[1]
+    for version, number in ((f"{newest}.1+cpu", 1), ("2.9.0", 1), ("2.99.0a0+git1", 2), ("3.0", 2)):
+        monkeypatch.setattr(torch, "__version__", version)
+        _, *untested = found = list(check_versions(FakeHost()))
+        assert len(found) == number
+        for finding in untested:
+            assert finding.status == "warn"
+            assert f"not among the tested versions, of which {newest} is the newest" in finding.detail
+            assert f"torch=={newest}.*" in finding.remedy
 
 
 def test_missing_gloo_fails(monkeypatch):

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters import free_ports
-from torchstrategy.cli import main
+from torchstrategy.cli import main, worker_main
 
 ENVIRONMENT = """
 import json, os, pathlib, sys
@@ -274,6 +275,46 @@ def test_dry_run_of_several_hosts(tmp_path, capsys):
 def test_what_can_not_start(arguments, message, capsys):
     assert main(["launch", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_module_is_thought_of_unless_the_name_is_a_files(capsys):
+    for program, is_hinted in (("nowhere.py", False), ("package.train", True)):
+        assert main(["launch", program]) == 2
+        assert ("Did you mean `-m" in capsys.readouterr().err) is is_hinted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "late"),
+    [
+        (["--epochs", "3", "--nproc-per-node=2"], "--nproc-per-node=2"),
+        (["--max_restarts", "1"], "--max_restarts"),
+        (["--verbose", "nnodes"], None),
+    ],
+)
+def test_an_option_after_the_program_is_hinted_at(arguments, late, capsys):
+    assert main(["launch", "--nproc=1", "--dry-run", __file__, *arguments]) == 0
+    said = capsys.readouterr().err
+    assert said == "" if late is None else said.startswith(f"torchstrategy launch: {late} stands after {__file__}")
+
+
+def test_workers_write_whole_lines(tmp_path, monkeypatch):
+    class Writes(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            written.append(bytes(data))
+            return len(data)
+
+    written = []
+    write(tmp_path / "program.py", "")
+    (tmp_path / "program.py").write_text("print('worker', 1, [2, 3])\nprint('end', end='', flush=True)\n")
+    monkeypatch.setattr(worker_main, "_end_with", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["worker_main.py", "0", "--", str(tmp_path / "program.py")])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Writes(), write_through=True))  # as with python -u
+    worker_main.main()
+    assert written == [b"worker 1 [2, 3]\n", b"end"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Datasets of strategies of one process."""
 
+import copy
 import gc
 import multiprocessing
 import time
@@ -230,6 +231,17 @@ def test_not_a_dataset():
     ]:
         with pytest.raises(error, match=message):
             distribute_dataset(data, placement, None)
+
+
+def test_what_a_loader_has_is_asked_of_the_loader():
+    dataset = distribute_dataset([torch.ones(2), torch.ones(1)], one_process(2), None)
+    with pytest.raises(AttributeError, match=r"has no 'dataset'. Ask what was distributed, .*: loader\.dataset\."):
+        len(dataset.dataset)
+    with pytest.raises(AttributeError, match=r"loader\.sampler\. Each epoch has an order of its own"):
+        dataset.sampler.set_epoch(1)
+    with pytest.raises(AttributeError, match=r"has no 'unknown'\.$"):
+        _ = dataset.unknown
+    assert len(copy.copy(dataset)) == 2
 
 
 def test_batch_size_is_checked():

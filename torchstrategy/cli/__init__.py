@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    options = _parser()[0].parse_args(arguments)
+    parser, commands = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(_found(options.function)(options))
     except ValueError as error:
@@ -54,7 +57,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(function=command.function)
+        subparser.set_defaults(command=command.name, function=command.function)
     return parser, subparsers.choices
 
 
@@ -125,7 +128,8 @@ def _launch(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, dest=dest, metavar=metavar, type=read, default=default, help=text)
 
     num_workers, num_hosts = _read_by("cli.launch:num_workers"), _read_by("cli.launch:num_hosts")
-    option("--nproc-per-node", "N", num_workers, "auto", "workers on this host: a number, gpu, cpu or auto")
+    text = "workers on this host: a number, gpu, cpu, or auto, the default: one for each GPU, else for each core"
+    option("--nproc-per-node", "N", num_workers, "auto", text)
     option("--nnodes", "MIN[:MAX]", num_hosts, "1", "hosts, each of which runs this command; default 1")
     option("--rdzv-endpoint", "HOST:PORT", str, None, "where launchers meet, on one host (port 29400)")
     option("--rdzv-id", "NAME", str, "torchstrategy", "name of the job, the same on all hosts")
@@ -138,8 +142,13 @@ def _launch(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     kind.add_argument("--run-path", action="store_true", help="the program is a file, which is the default")
-    parser.add_argument("program", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    _program(parser, "a Python file, or with -m a module")
+
+
+def _program(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("program", help=text)
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own, after its name")
+    rest.required = False  # a message about the program would name it, too
 
 
 def _settings(text: str) -> dict[str, str]:
@@ -168,8 +177,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     text = "have data loaders deliver examples in order, so that each step has the same ones"
     parser.add_argument("--no-shuffle", action="store_true", help=text)
     text = "a Python file. It runs several times; files that it writes, but not its child processes, are put back"
-    parser.add_argument("program", help=text)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    _program(parser, text)
 
 
 def _server(parser: argparse.ArgumentParser) -> None:

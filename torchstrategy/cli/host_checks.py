@@ -6,6 +6,7 @@ Each takes the host, and the job if it cares.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 
 import torch
@@ -89,6 +90,7 @@ def _devices(host: Host, job: Job | None) -> Finding:
 
 
 _SECTION = "This host"
+_NEWEST_TORCH = (2, 13)  # with which the tests run
 _MIB = 1 << 20
 _SMALL_SHM_MIB = 64  # what container runtimes give by default
 _MIN_OPEN_FILES = 1024
@@ -102,6 +104,10 @@ def check_versions(host: Host) -> Iterator[Finding]:
     versions |= {"CUDA": host.cuda_version} if host.cuda_version else {}
     versions |= {"NVIDIA driver": host.driver_version} if host.driver_version else {}
     yield Finding("Versions", "versions", "info", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > _NEWEST_TORCH:
+        newest = ".".join(map(str, _NEWEST_TORCH))
+        text = f"{torch.__version__} is not among the tested versions, of which {newest} is the newest"
+        yield Finding("Versions", "torch", "warn", text, f"pip install 'torch=={newest}.*', if something goes wrong")
 
 
 def check_patches() -> Iterator[Finding]:

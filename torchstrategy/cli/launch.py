@@ -172,6 +172,8 @@ def _end(processes: set[Any]) -> None:
 _PORT = 29400  # torchrun's for a rendezvous endpoint without one
 #: Torch's launchers wait for each other in vain when one comes later, if they would share the first round's store.
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+#: Options of this command that a program hardly has itself.
+_BEFORE_THE_PROGRAM = ("--nproc-per-node", "--nproc", "--nnodes", "--max-restarts", "--rdzv-endpoint", "--rdzv-id")
 _AT_START = "<chosen at the start>"
 
 
@@ -188,12 +190,14 @@ def run(options: argparse.Namespace) -> int:
         ValueError: the program does not exist, or there are several hosts and no endpoint, or it does not resolve.
     """
     if not options.module and not os.path.exists(options.program):
-        raise ValueError(f"There is no file {options.program!r}. Did you mean `-m {options.program}`?")
+        hint = "" if options.program.endswith(".py") else f" Did you mean `-m {options.program}`?"
+        raise ValueError(f"There is no file {options.program!r}.{hint}")
     if options.nnodes[1] > 1 and options.rdzv_endpoint is None:
         raise ValueError(
             "Several hosts need --rdzv-endpoint=HOST:PORT: one of the hosts, and a port that is free there. Give the "
             "same to each of them."
         )
+    _hint_at_order(options)
     endpoint = options.rdzv_endpoint or "localhost:0"
     host = options.local_addr or _own_host(endpoint)
     if options.dry_run:
@@ -202,6 +206,16 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("TF_CONFIG"):
         _say("TF_CONFIG is set here; the workers get another one, of the workers that this command starts.")
     return _launch(options, endpoint, host)
+
+
+def _hint_at_order(options: argparse.Namespace) -> None:
+    """Say that an option of this command which stands after the program goes to the program."""
+    late = [part for part in options.arguments if part.partition("=")[0].replace("_", "-") in _BEFORE_THE_PROGRAM]
+    if late:
+        _say(
+            f"{late[0]} stands after {options.program}, which gets it. An option of this command comes before the "
+            f"program: torchstrategy launch {late[0]} {options.program}"
+        )
 
 
 def describe(options: argparse.Namespace, host: str) -> str:

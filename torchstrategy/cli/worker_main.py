@@ -23,6 +23,9 @@ def main() -> None:
     _end_with(int(launcher_pid))
     sys.argv = [program, *arguments]
     is_module = kind == "-m"
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # whole lines: with python -u, print writes each of its arguments by itself
+            stream.reconfigure(line_buffering=True, write_through=False)
     if not getattr(sys.flags, "safe_path", False):  # as python would set it
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
     try:

@@ -18,12 +18,15 @@ from torchstrategy.base.values import PerReplica
 from torchstrategy.data.batch import LocalBatch, describe
 from torchstrategy.data.data_order import Workers
 from torchstrategy.data.policy import Sharding
-from torchstrategy.data.position import Position, check_state
+from torchstrategy.data.position import Cursor, check_state
 from torchstrategy.data.prefetch import DeviceCopies, InFlight
 from torchstrategy.data.sources import Reading, Source
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
 
 __all__ = ["DistributedDataset", "DistributedIterator"]
+
+#: What programs ask a DataLoader for, beside iterating over it.
+_OF_LOADERS = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "collate_fn", "num_workers")
 
 
 class DistributedDataset:
@@ -77,7 +80,7 @@ class DistributedDataset:
         self._reads_ahead = reads_ahead
         self._element_spec: Any = None
         self._said_nothing_came = False
-        self._cursor = _Cursor(source, None, None)
+        self._cursor = Cursor(source, None, None)
 
     def __iter__(self) -> DistributedIterator:
         reading, cursor = self._open()
@@ -85,6 +88,13 @@ class DistributedDataset:
         reads_ahead = copies.is_needed and self._reads_ahead
         num_ahead = self._options.experimental_per_replica_buffer_size if reads_ahead else 0
         return DistributedIterator(reading, copies, num_ahead, cursor, self)
+
+    def __getattr__(self, name: str) -> Any:
+        text = f"A {type(self).__name__} has no {name!r}."
+        if name in _OF_LOADERS:
+            text += f" Ask what was distributed, such as your DataLoader: loader.{name}."
+            text += " Each epoch has an order of its own without set_epoch()." if name == "sampler" else ""
+        raise AttributeError(text, name=name, obj=self)
 
     def _note_no_batches(self) -> None:
         """Say, once for this dataset, that an iteration ended before its first element."""
@@ -95,13 +105,13 @@ class DistributedDataset:
                 "drop_remainder), or it was at its end and its __iter__ does not start anew."
             )
 
-    def _open(self) -> tuple[Reading, _Cursor]:
+    def _open(self) -> tuple[Reading, Cursor]:
         """Start an iteration, or go on with the one of a loaded state."""
         source, start = self._cursor.source, self._cursor.loaded
         if start is None or (start["is_finished"] and source is not self._source):
             source, start = self._source, None
         reading = source.start(start)
-        self._cursor = _Cursor(source, reading.position, start)
+        self._cursor = Cursor(source, reading.position, start)
         return reading, self._cursor
 
     def __repr__(self) -> str:
@@ -175,7 +185,7 @@ class DistributedDataset:
         """
         sources = {source.kind: source for source in (self._other_source, self._source) if source is not None}
         check_state(state, list(sources))
-        self._cursor = _Cursor(sources[state["kind"]], None, state["position"])
+        self._cursor = Cursor(sources[state["kind"]], None, state["position"])
 
     @property
     def state_is_collective(self) -> bool:
@@ -201,7 +211,7 @@ class DistributedDataset:
             return f"{self._source.how} {replicas}"
         return f"{self._sharding.policy.name}: {self._sharding.reason}. {self._source.how} {replicas}"
 
-    def _full_state(self, cursor: _Cursor) -> dict[str, Any]:
+    def _full_state(self, cursor: Cursor) -> dict[str, Any]:
         position = cursor.local_state()
         if position is not None and not cursor.is_at_start:
             position = cursor.source.combine(position)
@@ -211,41 +221,6 @@ class DistributedDataset:
             "is_finished": position is not None and position["is_finished"],
             "position": position,
         }
-
-
-class _Cursor:
-    """Where an iteration is for its user: after the last element that was handed out.
-
-    Args:
-        source: what is read.
-        position: where the reading is, ``None`` if there is none yet.
-        loaded: the state that it goes on from.
-    """
-
-    def __init__(self, source: Source, position: Position | None, loaded: dict[str, Any] | None) -> None:
-        self.source = source
-        self._position = position
-        self.loaded = loaded
-        self.is_at_start = True
-        self._snapshot: dict[str, Any] | Exception | None = None
-
-    def move(self, snapshot: dict[str, Any] | Exception | None) -> None:
-        """Count an element, or the end.
-
-        Args:
-            snapshot: the position then, if the reading has gone on since.
-        """
-        self.is_at_start = False
-        self.loaded = None
-        self._snapshot = snapshot
-
-    def local_state(self) -> dict[str, Any] | None:
-        """Return the position in this process's data."""
-        if self.is_at_start or self._position is None:
-            return self.loaded
-        if isinstance(self._snapshot, Exception):
-            raise self._snapshot
-        return self._position.state() if self._snapshot is None else self._snapshot
 
 
 class OptionalElement:
@@ -287,7 +262,7 @@ class DistributedIterator:
     """
 
     def __init__(
-        self, reading: Reading, copies: DeviceCopies, num_ahead: int, cursor: _Cursor, dataset: DistributedDataset
+        self, reading: Reading, copies: DeviceCopies, num_ahead: int, cursor: Cursor, dataset: DistributedDataset
     ) -> None:
         self._reading = reading
         self._copies = copies
