@@ -257,7 +257,7 @@ class Checkpoint(Group):
         if (missing := status.missing) and not status.matched:
             logger.warning("Nothing in the checkpoint %s matches an object: %r", path, status)
         elif missing and strategy.is_chief:
-            status.warn_unless_asked(missing)
+            status._warn_unless_asked(missing)
         return status, content["save_counter"]
 
     def _strategy(self) -> Any:

@@ -160,7 +160,7 @@ class CheckpointLoadStatus:
         self._track = track
         self._untold: weakref.finalize[Any, Any] | None = None
 
-    def warn_unless_asked(self, missing: Sequence[str]) -> None:
+    def _warn_unless_asked(self, missing: Sequence[str]) -> None:
         """Warn of values that the checkpoint lacks when this status is dropped, or at exit, if nobody asks before."""
         self._untold = weakref.finalize(self, _warn_of, self._restoration, missing)
 

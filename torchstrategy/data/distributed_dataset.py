@@ -18,9 +18,9 @@ from torchstrategy.base.values import PerReplica
 from torchstrategy.data.batch import LocalBatch, describe
 from torchstrategy.data.data_order import Workers
 from torchstrategy.data.policy import Sharding
-from torchstrategy.data.position import Cursor, check_state
+from torchstrategy.data.position import check_state
 from torchstrategy.data.prefetch import DeviceCopies, InFlight
-from torchstrategy.data.sources import Reading, Source
+from torchstrategy.data.sources import Cursor, Reading, Source
 from torchstrategy.errors import InvalidArgumentError, OutOfRangeError
 
 __all__ = ["DistributedDataset", "DistributedIterator"]

@@ -10,7 +10,7 @@ import copy
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,9 @@ from torchstrategy.data.numpy import ArrayBatches
 from torchstrategy.data.pipeline.op import OTHER_POSITION
 from torchstrategy.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from torchstrategy.data.sources import Source
-
 __all__ = [
     "END",
     "TAKEN_OVER",
-    "Cursor",
     "Position",
     "StreamPosition",
     "StreamReader",
@@ -315,38 +311,3 @@ def _sample(item: Any) -> int | None:
         item = item[0]
     data = raw_bytes(item, slice(None, 16))
     return zlib.crc32(data) if data else None
-
-
-class Cursor:
-    """Where an iteration is for its user: after the last element that was handed out.
-
-    Args:
-        source: what is read.
-        position: where the reading is, ``None`` if there is none yet.
-        loaded: the state that it goes on from.
-    """
-
-    def __init__(self, source: Source, position: Position | None, loaded: dict[str, Any] | None) -> None:
-        self.source = source
-        self._position = position
-        self.loaded = loaded
-        self.is_at_start = True
-        self._snapshot: dict[str, Any] | Exception | None = None
-
-    def move(self, snapshot: dict[str, Any] | Exception | None) -> None:
-        """Count an element, or the end.
-
-        Args:
-            snapshot: the position then, if the reading has gone on since.
-        """
-        self.is_at_start = False
-        self.loaded = None
-        self._snapshot = snapshot
-
-    def local_state(self) -> dict[str, Any] | None:
-        """Return the position in this process's data."""
-        if self.is_at_start or self._position is None:
-            return self.loaded
-        if isinstance(self._snapshot, Exception):
-            raise self._snapshot
-        return self._position.state() if self._snapshot is None else self._snapshot

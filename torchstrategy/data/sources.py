@@ -77,7 +77,7 @@ from torchstrategy.data.data_order import (
 from torchstrategy.data.position import END, Position, StreamReader, is_resumable
 from torchstrategy.errors import InvalidArgumentError
 
-__all__ = ["Reading", "Source", "WholeBatches", "first_element", "splittable_element"]
+__all__ = ["Cursor", "Reading", "Source", "WholeBatches", "first_element", "splittable_element"]
 
 _SAME_STATE = "Load the same state on every rank."
 _SAME_DATA = "Every rank must build the same dataset in the same order."
@@ -120,6 +120,41 @@ class Source(Protocol):
 
     def example(self) -> Components:
         """Return some batch to describe the elements by, at no cost to random states or other ranks."""
+
+
+class Cursor:
+    """Where an iteration is for its user: after the last element that was handed out.
+
+    Args:
+        source: what is read.
+        position: where the reading is, ``None`` if there is none yet.
+        loaded: the state that it goes on from.
+    """
+
+    def __init__(self, source: Source, position: Position | None, loaded: dict[str, Any] | None) -> None:
+        self.source = source
+        self._position = position
+        self.loaded = loaded
+        self.is_at_start = True
+        self._snapshot: dict[str, Any] | Exception | None = None
+
+    def move(self, snapshot: dict[str, Any] | Exception | None) -> None:
+        """Count an element, or the end.
+
+        Args:
+            snapshot: the position then, if the reading has gone on since.
+        """
+        self.is_at_start = False
+        self.loaded = None
+        self._snapshot = snapshot
+
+    def local_state(self) -> dict[str, Any] | None:
+        """Return the position in this process's data."""
+        if self.is_at_start or self._position is None:
+            return self.loaded
+        if isinstance(self._snapshot, Exception):
+            raise self._snapshot
+        return self._position.state() if self._snapshot is None else self._snapshot
 
 
 class WholeBatches:

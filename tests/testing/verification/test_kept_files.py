@@ -15,7 +15,7 @@ import torch
 
 import torchstrategy as ts
 from torchstrategy.testing.verification.script_launch import KeptFiles, _put_back, _stamps
-from torchstrategy.testing.verification.script_process import Setup
+from torchstrategy.testing.verification.script_recorder import Setup
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from torchstrategy.testing.verification.api import Comparison, VerificationRepor
 from torchstrategy.testing.verification.causes import OTHER_EXAMPLES, OWN_RANDOM, Cause, find_causes
 from torchstrategy.testing.verification.deviations import load
 from torchstrategy.testing.verification.script_launch import log_path, start
-from torchstrategy.testing.verification.script_process import EXITED, ScriptRun, Setup, record_path
+from torchstrategy.testing.verification.script_process import EXITED, ScriptRun, record_path
+from torchstrategy.testing.verification.script_recorder import Setup
 
 __all__ = ["ScriptError", "Start", "run", "verify_script"]
 

@@ -24,15 +24,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchstrategy.base.addresses import ReservedPorts
 from torchstrategy.base.log import logger
-
-if TYPE_CHECKING:
-    from torchstrategy.testing.verification.script_process import Setup
+from torchstrategy.testing.verification.script_recorder import Setup
 
 __all__ = ["KeptFiles", "log_path", "start"]
 
@@ -61,7 +59,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _UNHEARD = (
     (torch._C, "PyTorchFileWriter"),
     (torch.jit, "save"),
-    (torch.jit.RecursiveScriptModule, "save"),
+    (torch.jit._script.RecursiveScriptModule, "save"),
     ("safetensors.torch", "serialize_file"),
     ("safetensors.numpy", "serialize_file"),
 )

@@ -30,9 +30,9 @@ from torchstrategy.gradients import hooks
 from torchstrategy.strategies.strategy import Strategy
 from torchstrategy.testing.verification.deviations import Run, dump
 from torchstrategy.testing.verification.script_launch import KeptFiles
-from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder
+from torchstrategy.testing.verification.script_recorder import EnoughSteps, ScriptRecorder, Setup
 
-__all__ = ["EXITED", "ScriptRun", "Setup", "main", "record_path", "run_script"]
+__all__ = ["EXITED", "ScriptRun", "main", "record_path", "run_script"]
 
 EXITED = "SystemExit"  # what the error of a program begins with that ended itself
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -41,41 +41,6 @@ _OTHERS_S = 20.0
 #: Programs and their process groups are never torn down: gloo joins its threads then with Python's lock held, which a
 #: thread may wait for that lets go of a collective.
 _kept: list[Any] = []
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What one process of a run is told.
-
-    Args:
-        script: the program's file.
-        arguments: its own arguments.
-        folder: where the record goes.
-        rank: which process of the run this is.
-        size: how many there are.
-        is_job: whether the process finds the variables of ``torchrun``.
-        replicas: how many replicas a strategy gets in this process.
-        dtype: torch's default type, in which the program makes its weights.
-        max_steps: how many steps are recorded.
-        max_bytes: how large the records may become.
-        batch_factor: how many times as large the batches of data loaders are made.
-        assumed_replicas: what the program is told that the number of replicas is, outside replica functions.
-        without: what does nothing: ``"dropout"``, or ``"shuffling"`` by data loaders.
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    folder: str
-    rank: int = 0
-    size: int = 1
-    is_job: bool = True
-    replicas: int = 1
-    dtype: str = "float64"
-    max_steps: int = 100
-    max_bytes: float = 2e9
-    batch_factor: int = 1
-    assumed_replicas: int | None = None
-    without: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

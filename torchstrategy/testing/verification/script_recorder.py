@@ -22,11 +22,46 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchstrategy.testing.verification.deviations import hash_rows, measured, tensors_of
 from torchstrategy.testing.verification.recorder import Recorder
 
-__all__ = ["EnoughSteps", "ScriptRecorder"]
+__all__ = ["EnoughSteps", "ScriptRecorder", "Setup"]
 
 #: What wraps a module for training in several processes, and under which name it keeps it.
 _WRAPPED = ("module", "_forward_module", "_orig_mod")
 _WRAPPING_PACKAGES = ("torch", "lightning_fabric", "lightning", "accelerate")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one process of a run is told.
+
+    Args:
+        script: the program's file.
+        arguments: its own arguments.
+        folder: where the record goes.
+        rank: which process of the run this is.
+        size: how many there are.
+        is_job: whether the process finds the variables of ``torchrun``.
+        replicas: how many replicas a strategy gets in this process.
+        dtype: torch's default type, in which the program makes its weights.
+        max_steps: how many steps are recorded.
+        max_bytes: how large the records may become.
+        batch_factor: how many times as large the batches of data loaders are made.
+        assumed_replicas: what the program is told that the number of replicas is, outside replica functions.
+        without: what does nothing: ``"dropout"``, or ``"shuffling"`` by data loaders.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    folder: str
+    rank: int = 0
+    size: int = 1
+    is_job: bool = True
+    replicas: int = 1
+    dtype: str = "float64"
+    max_steps: int = 100
+    max_bytes: float = 2e9
+    batch_factor: int = 1
+    assumed_replicas: int | None = None
+    without: tuple[str, ...] = ()
 
 
 class EnoughSteps(BaseException):
