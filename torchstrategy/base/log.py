@@ -100,7 +100,13 @@ def shows_all_frames() -> bool:
 def show_uncaught(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Give an uncaught error to a hook; what Python's would print goes out in one piece, as ranks share a terminal."""
+    """Give an uncaught error to a hook; what Python's would print goes out in one piece, as ranks share a terminal.
+
+    The library's calls are left out of an interruption's traceback.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        hide_own_frames(error)
+        trace = error.__traceback__
     if hook is not sys.__excepthook__ or sys.stderr is None:
         hook(kind, error, trace)
         return

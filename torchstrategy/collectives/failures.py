@@ -18,16 +18,9 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
+from torchstrategy.base import log
 from torchstrategy.base.job import heartbeat_seconds, tell_launcher
-from torchstrategy.base.log import (
-    add_note,
-    hide_own_frames,
-    is_raised_by_all,
-    line_of_program,
-    logger,
-    show_uncaught,
-    shows_all_frames,
-)
+from torchstrategy.base.log import add_note, logger
 from torchstrategy.base.names import named_ranks
 from torchstrategy.base.stalls import Requests, Stall, stack_of_program
 from torchstrategy.collectives.control import ControlPlane
@@ -46,8 +39,7 @@ from torchstrategy.errors import DeadlineExceededError, DisagreementError, Repli
 
 __all__ = ["FailureWatch"]
 
-_ANSWER_S = 2.0
-_FELLOWS_S = 10.0
+_ANSWER_S, _FELLOWS_S = 2.0, 10.0
 _FRESH_S = 0.5  # answers to others' questions that are so new need not be asked for again
 _MAX_TEXT = 2000
 _LEFT = "has ended its program"
@@ -397,15 +389,12 @@ class FailureWatch:
         if isinstance(error, Exception) and self._plane.is_connected:
             self.report(f"its program ({self.position})", error)
         is_others = isinstance(error, ReplicaFailedError)
-        is_of_all = isinstance(error, DisagreementError) or is_raised_by_all(error)  # of whom one shows the calls
-        if (is_others or (is_of_all and self._rank)) and not shows_all_frames():
-            whose = "the other rank" if is_others else "rank 0"
+        is_of_all = isinstance(error, DisagreementError) or log.is_raised_by_all(error)  # of whom one shows the calls
+        if (is_others or (is_of_all and self._rank)) and not log.shows_all_frames():
             has_failed = not is_others or (self.failure or {}).get("operation")  # else it left, died or was cut off
-            add_note(error, f"At {line_of_program(trace)}" + (f"; the traceback is {whose}'s." if has_failed else "."))
+            whose = f"; the traceback is {'the other rank' if is_others else 'rank 0'}'s" if has_failed else ""
+            add_note(error, f"At {log.line_of_program(trace)}{whose}.")
             trace = None
-        elif isinstance(error, KeyboardInterrupt):
-            hide_own_frames(error)
-            trace = error.__traceback__
-        if isinstance(error, Exception) and not is_others:
+        if not is_others and isinstance(error, Exception):
             tell_launcher(error, trace)
-        show_uncaught(self._previous_hook, kind, error, trace)
+        log.show_uncaught(self._previous_hook, kind, error, trace)
