@@ -50,6 +50,18 @@ MUTATIONS = {
     "a step uses a sum twice": Mutation(
         "gradients/ledger.py", "self._note(parameters, State.SUMMED, run)", "pass", ("tests/gradients/test_ledger.py",)
     ),
+    "reduce keeps one replica's graph": Mutation(
+        "strategies/replica_values.py",
+        "return leaf.detach() if is_computed else leaf",
+        "return leaf",
+        ("tests/strategies/test_replica_values.py",),
+    ),
+    "a sum of torch's losses over its size counts as meant": Mutation(
+        "gradients/mean_losses.py",
+        "_MEAN, _SUM = 1, 2",
+        "_MEAN, _SUM = 1, 3",
+        ("tests/gradients/test_mean_losses.py",),
+    ),
     "gather reverses the replicas of a process": Mutation(
         "collectives/reductions.py",
         "torch.cat([tensor.to(first.device) for tensor in tensors], axis)",
