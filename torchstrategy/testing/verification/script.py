@@ -374,7 +374,9 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.steps < 1 or options.timeout <= 0:
         raise ValueError("--steps and --timeout must be positive.")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the program's processes end with this one
+    ends = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    # The program's processes end with this one, and its files are put back. nohup ignores SIGHUP.
+    before = {n: signal.signal(n, signal.default_int_handler) for n in ends if signal.getsignal(n) != signal.SIG_IGN}
     try:
         report = verify_script(
             options.program,
@@ -392,6 +394,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write("torchstrategy verify: interrupted; the program's processes have ended.\n")
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.stdout.write(f"{report}\n")
     return 0 if report.ok else 2 if report.is_undecided else 1

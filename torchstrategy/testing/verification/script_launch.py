@@ -252,7 +252,7 @@ class KeptFiles:
             OSError: there is no room for it, or it can't be read.
         """
         path = _place(path)
-        if path.startswith(self._run + os.sep) or "__pycache__" in path:
+        if path.startswith((self._run + os.sep, "/dev/", "/proc/", "/sys/")) or "__pycache__" in path:
             return
         if os.path.islink(path) and os.path.realpath(path) != path:
             self.keep(os.path.realpath(path))
@@ -367,7 +367,7 @@ def _stamps(folders: Sequence[str]) -> dict[str, list[int] | None]:
     """Return times and sizes of the files in folders, but for hidden ones; nothing if there are too many."""
     found: dict[str, list[int] | None] = {}
     for root, inner, names in itertools.chain.from_iterable(map(os.walk, folders)):
-        inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
+        inner[:] = [name for name in inner if not name.startswith((".", "__pycache__", "torchstrategy_verify_"))]
         found.update({path: _stamp(path) for path in (os.path.join(root, name) for name in names)})
         if len(found) > _MAX_STAMPS:
             return {}
