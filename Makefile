@@ -11,8 +11,8 @@ PYTHONS ?=
 # What Ray and TorchX need is older than what the other tests need.
 ENGINES_VENV ?= .venv-engines
 ENGINES_RUN = $(ENGINES_VENV)/bin/python
-# Files of tests at a time. On two cores the third and the fourth use the time that tests wait for deadlines.
-JOBS ?= 4
+# Files of tests at a time. On two cores a third one uses the time that tests wait for deadlines.
+JOBS ?= 3
 # Of `make soak`: how many faults, the seed of the first run, a file in which a campaign that is cut goes on, and after
 # how many minutes to cut it.
 N ?= 2001
@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo       train the tutorial's conv net on two in-process CPU replicas"
-	@echo "make test       run the tests (not the slow ones), four files at a time, each in a process of its own"
+	@echo "make test       run the tests (not the slow ones), three files at a time, each in a process of its own"
 	@echo "make test-slow  run the slow tests"
 	@echo "make test-pythons  run 'make test' with each Python from 3.10 to 3.13 that is installed, each in an environment"
 	@echo "                of its own ('make test-pythons PYTHONS=3.12')"

@@ -120,6 +120,7 @@ def test_stored_outputs(single_precision):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # processes start in it, beside other tests
 @pytest.mark.parametrize("path", NOTEBOOKS_TO_RUN, ids=lambda path: path.stem)
 def test_shows_what_it_prints(path, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib").use("agg")
