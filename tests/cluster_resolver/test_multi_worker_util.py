@@ -75,7 +75,7 @@ def test_clusters_that_cannot_train(cluster, task_type, task_id, message):
 )
 def test_addresses(cluster, message):
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        util.check_addresses(util.normalize_cluster_spec(cluster), "TF_CONFIG")
+        util.validate_addresses(util.normalize_cluster_spec(cluster), "TF_CONFIG")
 
 
 def test_leaders():

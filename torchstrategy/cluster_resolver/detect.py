@@ -15,10 +15,10 @@ from torchstrategy.base.job import Job
 from torchstrategy.base.log import users_frame, warn_once, warn_once_at
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import (
-    check_addresses,
     id_in_cluster,
     normalize_cluster_spec,
     task_count,
+    validate_addresses,
     validate_cluster_spec,
 )
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
@@ -323,7 +323,7 @@ def _job_of_cluster(source: str, reason: str, spec: ClusterSpec, resolver: Clust
         validate_cluster_spec(spec, task_type, task_id)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    check_addresses(spec, source)
+    validate_addresses(spec, source)
     if task_id < 0:
         raise ValueError(f"{source}: a task's index must be 0 or more. Received: {task_type!r} {task_id}")
     is_evaluator = task_type == "evaluator"

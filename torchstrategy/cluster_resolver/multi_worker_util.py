@@ -12,7 +12,6 @@ from torchstrategy.base.context import current_frame
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec, ClusterSpecLike
 
 __all__ = [
-    "check_addresses",
     "collective_leader",
     "coordination_leader",
     "has_worker_context",
@@ -23,6 +22,7 @@ __all__ = [
     "should_load_checkpoint",
     "should_save_checkpoint",
     "task_count",
+    "validate_addresses",
     "validate_cluster_spec",
     "worker_count",
 ]
@@ -103,7 +103,7 @@ def hint_of_jobs(unknown: Sequence[str | None]) -> str:
     return ". TensorFlow 1's 'master' is called 'chief'." if "master" in unknown else ""
 
 
-def check_addresses(spec: ClusterSpec, source: str) -> None:
+def validate_addresses(spec: ClusterSpec, source: str) -> None:
     """Check that no address has a protocol in front, and that no two tasks that work together have the same one.
 
     An evaluator works with nobody.
@@ -116,8 +116,8 @@ def check_addresses(spec: ClusterSpec, source: str) -> None:
         ValueError: an address can't be that of its task.
 
     Example:
-        >>> from torchstrategy.cluster_resolver.multi_worker_util import check_addresses
-        >>> check_addresses(ts.train.ClusterSpec({"worker": ["a:1", "a:1"]}), "TF_CONFIG")
+        >>> from torchstrategy.cluster_resolver.multi_worker_util import validate_addresses
+        >>> validate_addresses(ts.train.ClusterSpec({"worker": ["a:1", "a:1"]}), "TF_CONFIG")
         Traceback (most recent call last):
         ValueError: TF_CONFIG lists a:1 twice, for worker 0 and worker 1. Each task needs a host and port of its own.
     """

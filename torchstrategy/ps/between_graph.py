@@ -18,7 +18,7 @@ from torchstrategy.base.devices import Placement, full_device_name, local_device
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import InputOptions, VariableSynchronization
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.multi_worker_util import check_addresses
+from torchstrategy.cluster_resolver.multi_worker_util import validate_addresses
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.cluster_resolver.simple import SimpleClusterResolver
 from torchstrategy.cluster_resolver.tf_config import TFConfigClusterResolver
@@ -430,7 +430,7 @@ def _check_task(spec: ClusterSpec, resolver: ClusterResolver) -> tuple[str, int]
         )
     if sum(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs) > 1:
         raise ValueError(f"The cluster must have at most one chief. Received: {spec!r}")
-    check_addresses(spec, type(resolver).__name__)
+    validate_addresses(spec, type(resolver).__name__)
     job, index = resolver.task_type, resolver.task_id
     if job == "evaluator":  # need not be in the cluster
         return job, index or 0

@@ -18,7 +18,7 @@ from torchstrategy.base.later import explains_arguments
 from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import AutoShardPolicy, InputOptions, RunOptions
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver.multi_worker_util import check_addresses, hint_of_jobs
+from torchstrategy.cluster_resolver.multi_worker_util import hint_of_jobs, validate_addresses
 from torchstrategy.cluster_resolver.resolver import ClusterResolver
 from torchstrategy.data.own_streams import InputContext
 from torchstrategy.errors import UnavailableError
@@ -346,7 +346,7 @@ def _check_cluster(resolver: Any) -> ClusterSpec:
             raise ValueError(f"The cluster must have at least one {what}, job {job!r}. Received: {spec!r}")
     if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
         raise ValueError(f"The cluster must have at most one chief, the coordinator. Received: {spec!r}")
-    check_addresses(spec, type(resolver).__name__)
+    validate_addresses(spec, type(resolver).__name__)
     task, index = resolver.task_type, resolver.task_id
     if task in ("worker", "ps"):
         raise ValueError(
