@@ -1,26 +1,14 @@
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "benchmarks" / "central_storage.py"
 WIDTH = 256
-
-
-def run(folder, *options):
-    options = [f"width={WIDTH}", "layers=2", "steps=3", "replicas=[2]", "processes=[2]", "hydra.run.dir=run", *options]
-    process = subprocess.run(
-        [sys.executable, str(RECIPE), *options], cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    return process
+SMALL = [f"width={WIDTH}", "layers=2", "steps=3", "replicas=[2]", "processes=[2]"]
 
 
 @pytest.mark.slow
-def test_table_says_where_memory_is(tmp_path):
-    process = run(tmp_path)
+def test_table_says_where_memory_is(run_benchmark, tmp_path):
+    output = run_benchmark(*SMALL)
     rows = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [(row["kind"], row["where"]) for row in rows] == [
         (kind, where) for where in ("2 in one process", "1 in each of 2") for kind in ("mirrored", "central")
@@ -39,12 +27,12 @@ def test_table_says_where_memory_is(tmp_path):
             assert device["state"] <= page
             assert abs(host["parameters"] - size) <= page
             assert abs(host["state"] - 2 * size) <= page
-        assert row["where"] in process.stdout
+        assert row["where"] in output
 
 
 @pytest.mark.slow
-def test_every_case_has_traces(tmp_path):
-    output = run(tmp_path, "profile=true", "profile_steps={skip: 1, record: 2}").stdout
+def test_every_case_has_traces(run_benchmark, tmp_path):
+    output = run_benchmark(*SMALL, "profile=true", "profile_steps={skip: 1, record: 2}")
     found = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("profile/*.json"))
     assert found == sorted(
         f"{strategy}_{where}/profile/rank_{rank}.json"

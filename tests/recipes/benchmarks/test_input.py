@@ -31,29 +31,16 @@ print(*(input.peak_memory_mb(lambda: torch.ones(n << 20)) for n in (1, 24)))
     assert large - small > 60
 
 
-SMALL = ["num_examples=40", "num_files=2", "batch_sizes=[8]", "overlap_repeats=1", "hydra.run.dir=run"]
-
-
-def run(folder, *options):
-    process = subprocess.run(
-        [sys.executable, str(RECIPE), *SMALL, *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return process
+SMALL = ["num_examples=40", "num_files=2", "batch_sizes=[8]", "overlap_repeats=1"]
 
 
 @pytest.mark.slow
-def test_benchmark_prints_and_writes_every_figure(tmp_path):
-    process = run(tmp_path, "num_workers=[0,1]", "pairs=2")
+def test_benchmark_prints_and_writes_every_figure(run_benchmark, tmp_path):
+    output = run_benchmark(*SMALL, "num_workers=[0,1]", "pairs=2")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert len(results["epoch_s"]) == 5 * 3, "five kinds of data, each for 1 replica, 2 replicas and 2 processes"
     for name, result in results["epoch_s"].items():
-        assert name in process.stdout
+        assert name in output
         assert len(result["torch"]) == len(result["ours"]) == 2
         assert result["ratio"]["low"] <= result["ratio"]["median"] <= result["ratio"]["high"]
     assert [len(peaks) for peaks in results["peak_mb"].values()] == [3, 3, 3]
@@ -62,10 +49,10 @@ def test_benchmark_prints_and_writes_every_figure(tmp_path):
 
 
 @pytest.mark.slow
-def test_reading_has_traces(tmp_path):
+def test_reading_has_traces(run_benchmark, tmp_path):
     """More batches than an epoch has, of every source in every hosting."""
     options = ["pairs=1", "memory_epochs=1", "num_workers=[1]", "profile=true", "profile_steps={skip: 2, record: 5}"]
-    output = run(tmp_path, *options).stdout
+    output = run_benchmark(*SMALL, *options)
     folders = sorted((tmp_path / "run").glob("*/profile"))
     assert len(folders) == 4 * 3, "four sources, each for 1 replica, 2 replicas and 2 processes"
     assert output.count("Where the time of a step goes, in ms (means of 5 steps):") == len(folders)

@@ -1,12 +1,9 @@
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import model_fit as benchmark
 import pytest
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "benchmarks" / "model_fit.py"
 OPTIONS = {
     "model": "mlp",
     "threads": 1,
@@ -19,25 +16,22 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-def test_benchmark_prints_and_writes_every_figure(tmp_path):
-    options = ["models=[mlp]", "examples=100", "batch_size=20", "quick=true", "hydra.run.dir=run"]
-    process = subprocess.run(
-        [sys.executable, str(RECIPE), *options], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert process.returncode == 0, process.stderr
+def test_benchmark_prints_and_writes_every_figure(run_benchmark, tmp_path):
+    options = ["models=[mlp]", "examples=100", "batch_size=20", "quick=true"]
+    output = run_benchmark(*options, timeout=110)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert set(results["overhead"]) == {f"mlp, {layout}" for layout in benchmark.LAYOUTS}
     for case, (seconds,) in results["overhead"].items():
         assert set(seconds) == {"fit", "loop"} | ({"plain PyTorch"} if case == "mlp, 1 replica" else set())
         assert all(len(times) == 3 and min(times) > 0 for times in seconds.values())
-        assert case in process.stdout
+        assert case in output
     (start,) = results["throughput"]["mlp"]
     assert set(start) == {"this library, loader", "this library, arrays"}
     for figures in start.values():
         assert figures["version"].startswith("torchstrategy ")
         assert (len(figures["seconds"]), len(figures["loss"])) == (3, 4)
-    assert "Lightning: not run; lightning=/path/to/python names one that has it." in process.stdout
-    assert "Keras: not run; keras=/path/to/python names one that has it." in process.stdout
+    assert "Lightning: not run; lightning=/path/to/python names one that has it." in output
+    assert "Keras: not run; keras=/path/to/python names one that has it." in output
 
 
 def test_the_loop_and_plain_torch_tell_what_fit_tells():

@@ -1,15 +1,11 @@
 """The benchmark on a slow network, and its model of the step time."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from network_model import Costs, Traffic, fit
 from slow_network import Link, SlowNetwork
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "benchmarks" / "network.py"
 SHAPES = [[512, 1024], [1024], [256, 512]]
 COMPUTE = Costs(forward=0.01, backward=0.02, optimizer=0.005)
 
@@ -53,20 +49,17 @@ def test_the_fit_finds_what_the_figures_were_made_with():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_benchmark_compares_ways_and_checks_its_model(tmp_path):
+def test_the_benchmark_compares_ways_and_checks_its_model(run_benchmark, tmp_path):
     try:
         with SlowNetwork(2, Link(1000, 0)):
             pass
     except RuntimeError as error:
         pytest.skip(str(error))
-    options = ["model=mlp", "rounds=2", "steps=1", "compute_steps=2", "hydra.run.dir=run"]
+    options = ["model=mlp", "rounds=2", "steps=1", "compute_steps=2"]
     options += ["profile=true", "profile_steps={skip: 1, record: 1}"]
     options += ["ways=[DDP,ours,'ours, no overlap','ours, bf16','ours, PowerSGD','DDP, PowerSGD']"]
     options += ["links=[{mbit: 20, delay_ms: 1}, {mbit: 5, delay_ms: 4}, {mbit: 20, delay_ms: 4}]"]
-    process = subprocess.run(
-        [sys.executable, str(RECIPE), *options], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert process.returncode == 0, process.stderr
+    output = run_benchmark(*options, timeout=250)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [one["link"] for one in results["links"]] == results["options"]["links"]
     for one in results["links"]:
@@ -81,9 +74,9 @@ def test_the_benchmark_compares_ways_and_checks_its_model(tmp_path):
         assert min(one["step_s"]["ours"]) > 0.9 * gradients * 8 / slowest
         assert sent["one replica alone"] < 1000
     assert set(results["model"]["own_work"]) == set(one["step_s"]) - {"one replica alone"}
-    assert "20 Mbit/s, 4 ms" in process.stdout
-    assert "fitted" in process.stdout
-    assert "32 hosts" in process.stdout
+    assert "20 Mbit/s, 4 ms" in output
+    assert "fitted" in output
+    assert "32 hosts" in output
     assert (tmp_path / "run" / "tables.md").exists()
     folders = [tmp_path / "run" / way / "profile" for way in ("ours", "ours_no_overlap", "ours_bf16", "ours_PowerSGD")]
     for folder in folders:
@@ -91,4 +84,4 @@ def test_the_benchmark_compares_ways_and_checks_its_model(tmp_path):
             names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
             assert any(name.startswith("ts::move the sum of gradients") for name in names), path
     assert set((tmp_path / "run").glob("*/profile")) == set(folders)
-    assert process.stdout.count("rank 0      rank 1\n") == len(folders)
+    assert output.count("rank 0      rank 1\n") == len(folders)

@@ -1,22 +1,13 @@
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "benchmarks" / "scale.py"
-
 
 @pytest.mark.slow
-def test_processes_and_simulated_ranks_send_the_same_and_rank_0_no_more_in_a_large_job(tmp_path):
+def test_processes_and_simulated_ranks_send_the_same_and_rank_0_no_more_in_a_large_job(run_benchmark, tmp_path):
     """The recipe itself fails where what processes have sent is not what simulated ranks send."""
-    options = ["processes=[2,3]", "ranks=[2,17,256]", "parameters=50", "steps=3", "per_host=4", "hydra.run.dir=run"]
-    process = subprocess.run(
-        [sys.executable, str(RECIPE), *options, "profile=true", "profile_steps={skip: 1, record: 2}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
+    options = ["processes=[2,3]", "ranks=[2,17,256]", "parameters=50", "steps=3", "per_host=4"]
+    run_benchmark(*options, "profile=true", "profile_steps={skip: 1, record: 2}")
     rows = json.loads((tmp_path / "run" / "results.json").read_text())
     for case in ("equal", "different"):
         sent = {row["ranks"]: row for row in rows if row["case"] == case and row["how"] == "simulated"}

@@ -1,12 +1,9 @@
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import servers as benchmark
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "benchmarks" / "servers.py"
 SMALL = {
     "floats": 2000,
     "table": "[1000,4]",
@@ -23,17 +20,9 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_benchmark_prints_and_writes_every_figure(tmp_path):
+def test_benchmark_prints_and_writes_every_figure(run_benchmark, tmp_path):
     options = [f"work.{name}={value}" for name, value in SMALL.items()]
-    process = subprocess.run(
-        [sys.executable, str(RECIPE), *options, "rounds=1", "ps=1", "workers=[1,2]", "hydra.run.dir=run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
+    output = run_benchmark(*options, "rounds=1", "ps=1", "workers=[1,2]", timeout=110)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["ps"], results["work"]["table"]) == (1, [1000, 4])
     assert set(results["rounds"]) == {"limits", "ours, 1 workers", "ours, 2 workers"}
@@ -47,9 +36,9 @@ def test_benchmark_prints_and_writes_every_figure(tmp_path):
                 assert len(figures["empty_rate"]) == 2
                 assert len(figures["empty_latency_ms"]) == 5
     for title, _ in benchmark.WORK.values():
-        assert title.format(megabytes=0.008, rows=10) in process.stdout
-    assert "TensorFlow's ParameterServerStrategy: not run; tensorflow=" in process.stdout
-    assert "2 workers together have" in process.stdout
+        assert title.format(megabytes=0.008, rows=10) in output
+    assert "TensorFlow's ParameterServerStrategy: not run; tensorflow=" in output
+    assert "2 workers together have" in output
 
 
 def test_table_shows_ratios_to_tensorflow(capsys):
