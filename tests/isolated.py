@@ -25,6 +25,7 @@ import os
 import selectors
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -118,6 +119,7 @@ def main(arguments: list[str]) -> int:
     _start_server()
     budget.is_enforced = True
     torch.set_num_threads(1)
+    _fill_caches()
     _lighten()
     start = time.monotonic()
     # Not pytest's own folders for temporary files, whose oldest each process would remove beside the others.
@@ -190,6 +192,13 @@ def _start_server() -> None:
     for standard, descriptor in zip((1, 2), kept, strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+
+
+def _fill_caches() -> None:
+    """Have hypothesis make its tables of characters in a clean checkout: seconds that are in no test's budget."""
+    if not (ROOT / ".hypothesis" / "unicode_data").exists():  # in another process: pytest must see its plugin first
+        program = "import hypothesis; hypothesis.find(hypothesis.strategies.text(), lambda _: True)"
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def _lighten() -> None:
