@@ -152,6 +152,7 @@ def losses_of(model: nn.Module) -> list[Tensor]:
 
     Example:
         >>> model = ts.regularize(torch.nn.Linear(2, 1), "weight", ts.regularizers.L2(1e-4))
+        >>> _ = torch.nn.init.ones_(model.weight)
         >>> def loss_of(per_example_loss):
         ...     loss = ts.nn.compute_average_loss(per_example_loss, global_batch_size="actual")
         ...     return loss + ts.nn.scale_regularization_loss(ts.losses_of(model))
