@@ -58,6 +58,32 @@ def test_an_error_of_the_library_in_fit_shows_the_line_that_called_it(strategy):
     assert files[-1].endswith("linear.py")
 
 
+@pytest.mark.parametrize("method", ["train", "evaluate", "predict", "train_and_evaluate"])
+def test_an_error_of_the_programs_functions_in_an_estimator_shows_the_programs_lines(method, tmp_path):
+    def model_fn(features, labels, mode):
+        module = torch.nn.Linear(1, 1)
+        train_op = torch.optim.SGD(module.parameters(), lr=0.1)
+        return ts.estimator.EstimatorSpec(
+            mode, module=module, predictions=lambda _: fail(), loss=lambda *_: fail(), train_op=train_op
+        )
+
+    def input_fn():
+        return ts.data.Dataset.from_tensor_slices((torch.ones(4, 1), torch.ones(4, 1))).batch(2)
+
+    estimator = ts.estimator.Estimator(model_fn, tmp_path)
+    calls = {
+        "train": lambda: estimator.train(input_fn),
+        "evaluate": lambda: estimator.evaluate(input_fn),
+        "predict": lambda: next(estimator.predict(input_fn)),
+        "train_and_evaluate": lambda: ts.estimator.train_and_evaluate(
+            estimator, ts.estimator.TrainSpec(input_fn, max_steps=1), ts.estimator.EvalSpec(input_fn)
+        ),
+    }
+    with pytest.raises(ValueError, match="the program's") as caught:
+        calls[method]()
+    assert names_of(caught.value)[1:] == ["<lambda>", "<lambda>", "fail"]
+
+
 def is_of_torch(file):
     return file.startswith(os.path.dirname(torch.__file__))
 

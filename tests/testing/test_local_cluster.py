@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -140,8 +141,10 @@ def test_the_end_leaves_nothing():
         cluster.start()
 
 
-def test_leaving_it_warns_of_nothing(caplog):
-    with ts.testing.LocalCluster(num_workers=1) as cluster:
+@pytest.mark.parametrize("how", ["at the end", "by an error", "by an error that was fetched"])
+def test_leaving_it_warns_of_nothing(caplog, how):
+    is_left = contextlib.nullcontext() if how == "at the end" else pytest.raises(ValueError, match="base 10")
+    with is_left, ts.testing.LocalCluster(num_workers=1) as cluster:
         strategy = ts.ParameterServerStrategy(cluster.resolver())
         with strategy.scope():
             variable = ts.Variable(torch.zeros(3))
@@ -153,6 +156,9 @@ def test_leaving_it_warns_of_nothing(caplog):
         coordinator.schedule(add)
         coordinator.join()
         assert variable.tolist() == [1.0] * 3
+        if how != "at the end":
+            number = coordinator.schedule(int, args=("x",))
+            coordinator.fetch(number) if "fetched" in how else coordinator.join()
     time.sleep(0.2)  # for what would be noticed
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
 

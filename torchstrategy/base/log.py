@@ -30,6 +30,7 @@ __all__ = [
     "call_site",
     "guard_lines",
     "hide_own_frames",
+    "hides_own_frames",
     "info_once",
     "is_of_library",
     "is_raised_by_all",
@@ -53,6 +54,7 @@ _PACKAGE, _TORCH, _STDLIB = (
     for folder in (Path(__file__).parents[1], Path(str(find_spec("torch").origin)).parent, Path(os.__file__).parent)  # type: ignore[union-attr]
 )
 _Error = TypeVar("_Error", bound=Exception)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class CallSite(NamedTuple):
@@ -152,6 +154,20 @@ def hide_own_frames(error: BaseException) -> None:
             each.__traceback__ = TracebackType(each.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
 
 
+def hides_own_frames(function: _Function) -> _Function:
+    """Decorate what programs call: ``hide_own_frames`` for each error that leaves it."""
+
+    @functools.wraps(function)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (Exception, KeyboardInterrupt) as error:
+            hide_own_frames(error)
+            raise
+
+    return entered  # type: ignore[return-value]
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that Python shows before it."""
     seen: set[int] = set()
@@ -168,7 +184,11 @@ def _shown(error: BaseException, entries: list[TracebackType]) -> list[Traceback
         return entries
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     first = 1 + max((i for i, file in enumerate(files) if _is_programs(file)), default=-1)
-    between = [entry for entry, file in zip(entries[:first], files, strict=False) if not file.startswith(_PACKAGE)]
+    between, is_own = [], False
+    for entry, file in zip(entries[:first], files, strict=False):
+        is_own = file.startswith(_PACKAGE) or (is_own and _is_pythons(file))  # what the library calls of Python's
+        if not is_own:
+            between.append(entry)
     after = list(zip(entries[first:], files[first:], strict=True))
     if isinstance(error, KeyboardInterrupt):
         is_own = any(file.startswith(_PACKAGE) for _, file in after)
@@ -194,7 +214,12 @@ def _is_programs(file: str) -> bool:
     """Say whether a file is of the program or of a package that it uses, and not Python's, torch's or the library's."""
     if file.startswith("<"):  # what was typed is the program's
         return not file.startswith(("<frozen", "<eval_with_key"))
-    return is_users_file(file) and not (file.startswith(_STDLIB) and "-packages" not in file)
+    return is_users_file(file) and not _is_pythons(file)
+
+
+def _is_pythons(file: str) -> bool:
+    """Say whether a file is of Python's own library."""
+    return file.startswith(_STDLIB) and "-packages" not in file
 
 
 logger = logging.getLogger("torchstrategy")

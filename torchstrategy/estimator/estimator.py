@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchstrategy.base.log import logger, show_info
+from torchstrategy.base.log import hide_own_frames, hides_own_frames, logger, show_info
 from torchstrategy.checkpoint.reader import latest_checkpoint
 from torchstrategy.checkpoint.storage import is_file
 from torchstrategy.errors import NotFoundError
@@ -118,6 +118,7 @@ class Estimator:
 
         return public_model_fn
 
+    @hides_own_frames
     def train(
         self,
         input_fn: Callable[..., Any],
@@ -167,6 +168,7 @@ class Estimator:
         logger.info("Loss for final step: %s.", show_value(loss))
         return self
 
+    @hides_own_frames
     def evaluate(
         self,
         input_fn: Callable[..., Any],
@@ -227,15 +229,20 @@ class Estimator:
             NotFoundError: there is no such checkpoint, or it is of another model.
         """
         path = None if checkpoint_path is None else os.fspath(checkpoint_path)
-        yield from evaluation.predict_with_model(
-            self._definition(),
-            input_fn,
-            path,
-            check_hooks(hooks),
-            predict_keys,
-            yield_single_examples=yield_single_examples,
-        )
+        try:
+            yield from evaluation.predict_with_model(
+                self._definition(),
+                input_fn,
+                path,
+                check_hooks(hooks),
+                predict_keys,
+                yield_single_examples=yield_single_examples,
+            )
+        except (Exception, KeyboardInterrupt) as error:
+            hide_own_frames(error)
+            raise
 
+    @hides_own_frames
     def export_saved_model(
         self,
         export_dir_base: str | os.PathLike[str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torchstrategy.base.log import logger, show_info
+from torchstrategy.base.log import hides_own_frames, logger, show_info
 from torchstrategy.estimator.checkpoint_evaluator import (
     CheckpointEvaluator,
     EndOfTraining,
@@ -22,6 +22,7 @@ _MAX_DELAY_S = 60
 _DELAY_PER_WORKER_S = 5
 
 
+@hides_own_frames
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> tuple[dict[str, Any] | None, list[Any] | None] | None:

@@ -13,7 +13,7 @@ import torch
 
 from torchstrategy import errors
 from torchstrategy.base.context import current_frame
-from torchstrategy.base.log import hide_own_frames, logger
+from torchstrategy.base.log import hides_own_frames, logger
 
 __all__ = [
     "COUNTS",
@@ -51,13 +51,9 @@ def entry_point(method: str, **remarks: str) -> Callable[[_Method], _Method]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() & remarks.keys():
                 raise TypeError(f"{method}({name}=...): {remarks[name]}")
-            try:
-                return function(*args, **kwargs)
-            except (Exception, KeyboardInterrupt) as error:
-                hide_own_frames(error)
-                raise
+            return function(*args, **kwargs)
 
-        return checked  # type: ignore[return-value]
+        return hides_own_frames(checked)  # type: ignore[return-value]
 
     return decorate
 

@@ -219,9 +219,10 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # else they may say more of it; and they would warn of servers that are lost
-            close_strategies_of(self.cluster_spec)
-        self.close()
+        try:
+            close_strategies_of(self.cluster_spec)  # which would warn of servers that are lost
+        finally:
+            self.close()
 
     def _reserve_address(self) -> str:
         (port,) = self._resources.enter_context(ReservedPorts(1)).numbers

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torchstrategy.base import tree
 from torchstrategy.base.context import raise_failures
 from torchstrategy.base.labels import label
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import hides_own_frames, logger
 from torchstrategy.base.values import PerWorkerValues
 from torchstrategy.errors import UnavailableError
 from torchstrategy.ps.coordinator.backend import ClusterStrategy, StrategyBackend
@@ -128,6 +128,7 @@ class ClusterCoordinator:
         """The strategy whose workers run the functions."""
         return self._strategy  # type: ignore[return-value]
 
+    @hides_own_frames
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
@@ -175,6 +176,7 @@ class ClusterCoordinator:
         self._watchdog.watch()
         return result
 
+    @hides_own_frames
     def join(self) -> None:
         """Wait until all functions have ended.
 
@@ -200,6 +202,7 @@ class ClusterCoordinator:
         """
         return self._cluster.queue.is_done()
 
+    @hides_own_frames
     def fetch(self, val: Any) -> Any:
         """Wait for results and return them, tensors as numpy arrays.
 
@@ -285,7 +288,7 @@ def _say_what_is_left(queue: weakref.ref[ClosureQueue]) -> None:
     num_left, error = len(left) + left.num_running, left.pending_error
     if num_left:
         logger.warning("%d scheduled function(s) had not ended when the strategy was closed: join() waits.", num_left)
-    elif error is not None and not isinstance(error, UnavailableError):
+    elif error is not None and error.__traceback__ is None and not isinstance(error, UnavailableError):  # not fetched
         logger.warning("A scheduled function had failed, which a join() would have raised: %r", error)
 
 
