@@ -317,7 +317,7 @@ def test_with_loader_workers(data, layout):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=data_sets(), num_replicas=st.integers(1, 5))
-@thorough(1000)
+@thorough(500)
 def test_in_one_process_thoroughly(data, num_replicas):
     check_in_one_process(data, num_replicas)
 
@@ -325,7 +325,7 @@ def test_in_one_process_thoroughly(data, num_replicas):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=data_sets(), layout=st.sampled_from(LAYOUTS))
-@thorough(500)
+@thorough(250)
 def test_over_ranks_thoroughly(data, layout):
     check_over_ranks(data, layout)
 
@@ -333,7 +333,7 @@ def test_over_ranks_thoroughly(data, layout):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(case=own_streams(200), layout=st.sampled_from(LAYOUTS))
-@thorough(500)
+@thorough(250)
 def test_streams_of_each_process_thoroughly(case, layout):
     check_own_streams(*case, layout)
 
@@ -354,6 +354,6 @@ def test_over_processes_thoroughly(size, num_local, process_pool):
 @pytest.mark.timeout(600)
 @FORKS
 @given(data=data_sets(LOADERS, max_workers=2), layout=st.sampled_from(LAYOUTS))
-@thorough(60)
+@thorough(30)
 def test_with_loader_workers_thoroughly(data, layout):
     check_loader_workers(data, layout)

@@ -161,7 +161,7 @@ def test_any_stops_of_own_streams(**case):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @cases(DATA, 200, 32)
-@thorough(600)
+@thorough(300)
 def test_any_stops_thoroughly(kind, **case):
     check_data(kind, DATA[kind], **case)
 
@@ -169,6 +169,6 @@ def test_any_stops_thoroughly(kind, **case):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @cases(OWN, 200, 32)
-@thorough(600)
+@thorough(300)
 def test_any_stops_of_own_streams_thoroughly(**case):
     check_own(**case)

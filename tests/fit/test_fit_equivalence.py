@@ -134,7 +134,7 @@ def test_n_replicas_are_one_in_single_precision(program, replicas):
 @pytest.mark.slow
 @pytest.mark.timeout(500)  # 600 programs, on a busy machine
 @given(program=fit_programs(), replicas=st.integers(1, 6))
-@thorough(600)
+@thorough(300)
 def test_n_replicas_are_one_in_many_programs(program, replicas):
     check(program, cpu_devices(replicas), EXACT)
     if not program.shuffle:

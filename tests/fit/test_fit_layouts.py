@@ -82,7 +82,7 @@ def test_uses_over_two_processes(name, devices, process_pool):
 @pytest.mark.parametrize("devices", [None, cpu_devices(2)], ids=["1 each", "2 each"])
 def test_random_programs_over_two_processes(devices, process_pool):
     @given(program=fit_programs())
-    @unshrunk(thorough(60))
+    @unshrunk(thorough(30))
     def check(program):
         one = fit_on("default", program)
         for found in process_pool(2).run(fit_on, devices, program):

@@ -231,7 +231,7 @@ def check_any(frames):
 
 
 few = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-many = settings(max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=1_500, deadline=None, suppress_health_check=list(HealthCheck))
 damage = (messages, st.integers(0, 500), st.integers(0, 255), st.none() | st.integers(0, 50))
 raw = st.lists(st.binary(max_size=60), max_size=4)
 # What looks like a header from afar.
