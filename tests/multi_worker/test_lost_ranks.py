@@ -52,11 +52,10 @@ def test_a_stopped_rank_is_named(rank, step):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("check", [check_killed, check_stopped])
-def test_any_rank_at_any_step(check, rank):
+def test_any_rank_at_any_step(check):
     for step in range(NUM_STEPS):
-        check(rank, step)
+        check(step % 3, step)  # each rank inside and outside of a step
 
 
 @pytest.mark.slow
@@ -257,5 +256,5 @@ def test_a_rank_lost_in_the_middle_of_a_collective_is_named(tmp_path, seed, num_
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_floats", [1, 10_000, 3_000_000])
 def test_a_rank_lost_at_any_time_is_named(tmp_path, num_floats):
-    for seed in range(100, 140):
+    for seed in range(100, 120):
         check_random(tmp_path, seed, num_floats)
