@@ -51,58 +51,62 @@ def pytest_collection_finish(session):
         loading.load()  # before the first `backward` of any test: autograd makes its threads then, one for each device
 
 
-@pytest.fixture(autouse=True)
-def _within_budget(request):
-    if not budget.is_enforced or any(request.node.get_closest_marker(name) for name in budget.MARKS):
-        yield
-        return
-    before = budget.cost()
-    yield
-    seconds = budget.since(before)
-    request.node.user_properties.append(("cpu_seconds", seconds))
-    if seconds > budget.LIMIT_S:
-        pytest.fail(
-            f"The test took {seconds:.1f} s of CPU time, more than {budget.LIMIT_S:.0f} s, where {budget.BUDGET_S} s "
-            "are its budget. Make it cheaper, or mark it: `slow`, or `end_to_end` if `make test` can't do without it."
-        )
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _doctest_names(doctest_namespace):
     doctest_namespace.update(torch=torch, ts=ts)
 
 
 @pytest.fixture(autouse=True)
-def _no_environment_leak():
-    before = dict(os.environ)
+def _leaves_nothing_behind(request):
+    """Fail a test that costs too much, or leaves variables, threads or a strategy; one fixture, as each takes its time."""
+    is_free = not budget.is_enforced or any(request.node.get_closest_marker(name) for name in budget.MARKS)
+    cost = None if is_free else budget.cost()
+    environment, threads = dict(os.environ), set(threading.enumerate())
     yield
+    complaints = [_left_strategy(), _left_threads(threads), _left_variables(environment)]
+    if cost is not None:
+        complaints.append(_over_budget(cost, request.node))
+    if any(complaints):
+        pytest.fail("\n".join(filter(None, complaints)))
+
+
+def _over_budget(before, item):
+    seconds = budget.since(before)
+    item.user_properties.append(("cpu_seconds", seconds))
+    if seconds <= budget.LIMIT_S:
+        return ""
+    return (
+        f"The test took {seconds:.1f} s of CPU time, more than {budget.LIMIT_S:.0f} s, where {budget.BUDGET_S} s "
+        "are its budget. Make it cheaper, or mark it: `slow`, or `end_to_end` if `make test` can't do without it."
+    )
+
+
+def _left_variables(before):
     after = dict(os.environ)
     set_by_others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second at an optimizer's step
     names = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)} - set_by_others
-    if names:
-        os.environ.clear()
-        os.environ.update(before)
-        pytest.fail(f"The test left changed environment variables: {sorted(names)}. Use monkeypatch.setenv.")
+    if not names:
+        return ""
+    os.environ.clear()
+    os.environ.update(before)
+    return f"The test left changed environment variables: {sorted(names)}. Use monkeypatch.setenv."
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_leak():
-    before = set(threading.enumerate())
-    yield
+def _left_threads(before):
     deadline = time.monotonic() + 2.0
     while (left := _living(before)) and time.monotonic() < deadline:
         left[0].join(0.05)
-    if left:
-        pytest.fail(f"The test left threads that keep the process alive: {[thread.name for thread in left]}")
+    if not left:
+        return ""
+    return f"The test left threads that keep the process alive: {[thread.name for thread in left]}"
 
 
-@pytest.fixture(autouse=True)
-def _no_strategy_leak():
-    yield
+def _left_strategy():
     left = context.current_frame()
-    if left is not None:
-        _leave_all_scopes()
-        pytest.fail(f"The test left a current strategy: {left.strategy!r}. Use `with strategy.scope():`.")
+    if left is None:
+        return ""
+    _leave_all_scopes()
+    return f"The test left a current strategy: {left.strategy!r}. Use `with strategy.scope():`."
 
 
 def _leave_all_scopes():

@@ -20,6 +20,7 @@ import gc
 import importlib
 import io
 import json
+import logging
 import multiprocessing
 import os
 import selectors
@@ -202,13 +203,18 @@ def _fill_caches() -> None:
 
 
 def _lighten() -> None:
-    """Import what costs many files a part of a second, and let no file's garbage collector look through it all."""
+    """Import what costs many files a part of a second, and let no file's garbage collector look through it all.
+
+    Loggers that don't propagate, of which torch has fifty, would each be given pytest's handlers anew by every test.
+    """
     with contextlib.suppress(ImportError):
         importlib.import_module("matplotlib.pyplot")  # torchmetrics does, where it is installed
     with contextlib.redirect_stdout(io.StringIO()):  # pytest's own plugins
         pytest.main(
             [*LEFT_OUT, "-p", "no:hypothesispytest", "--noconftest", "-c", os.devnull, "--collect-only", "conf"]
         )
+    for logger in logging.root.manager.loggerDict.values():
+        logger.propagate = True
     gc.collect()
     gc.freeze()
 
