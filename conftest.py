@@ -58,7 +58,7 @@ def _doctest_names(doctest_namespace):
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request):
-    """Fail a test that costs too much, or leaves variables, threads or a strategy; one fixture, as each takes its time."""
+    """Fail a test that costs too much, or leaves variables, threads or a strategy; one fixture, as each costs time."""
     is_free = not budget.is_enforced or any(request.node.get_closest_marker(name) for name in budget.MARKS)
     cost = None if is_free else budget.cost()
     environment, threads = dict(os.environ), set(threading.enumerate())
