@@ -29,6 +29,8 @@ IN_ONE_PROCESS = {
     "concurrent replicas": "concurrent",
     "central": "central",
 }
+LIKE_OTHERS = ("one device", "mirrored 1", "mirrored 2")
+LAYOUTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in IN_ONE_PROCESS]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def workers():
         yield pool
 
 
-@pytest.mark.parametrize("layout", IN_ONE_PROCESS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_one_process(name, layout, expected):
     assert_near(fit_on(IN_ONE_PROCESS[layout], PROGRAMS[name]), expected[name], EXACT)
@@ -63,7 +65,7 @@ def test_multi_worker(name, devices, expected, workers):
         assert_near(found, expected[name], EXACT)
 
 
-@pytest.mark.parametrize("layout", IN_ONE_PROCESS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", USES)
 def test_uses_in_one_process(name, layout):
     assert_near(use_on(IN_ONE_PROCESS[layout], name), use_on("default", name), EXACT)

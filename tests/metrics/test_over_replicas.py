@@ -195,7 +195,7 @@ def test_the_data_tell_something(name):
 
 
 @pytest.mark.parametrize("name", METRICS)
-@pytest.mark.parametrize("num_replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize("num_replicas", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
 def test_replicas_in_one_process(name, num_replicas, tmp_path):
     assert_equal(whole_life(mirrored(num_replicas), name, tmp_path), name)
 
@@ -212,7 +212,13 @@ def test_processes(process_pool, tmp_path):
             assert_equal(results, name)
 
 
-@pytest.mark.parametrize("strategy", [ts.get_strategy, lambda: ts.OneDeviceStrategy("cpu:0")], ids=["none", "one"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(ts.get_strategy, id="none"),
+        pytest.param(lambda: ts.OneDeviceStrategy("cpu:0"), id="one", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", METRICS)
 def test_one_replica(name, strategy, tmp_path):
     assert_equal(whole_life(strategy(), name, tmp_path), name)

@@ -29,7 +29,7 @@ def one_replica():
     return get
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_replicas_in_one_process(name, count, one_replica):
     assert_equal(run_program(cpu_devices(count), name), one_replica(name), PROGRAMS[name].tolerance)

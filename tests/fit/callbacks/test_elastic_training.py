@@ -70,7 +70,7 @@ def fit(folder, num_replicas, room, kind, accumulation=1):
     return weights, history.history
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_fit(kind, accumulation, tmp_path):
     """Weights, logs and validation; a step of two batches of which the last is partial."""
