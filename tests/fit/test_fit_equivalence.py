@@ -69,7 +69,10 @@ AGAINST_PLAIN = [
 
 
 @pytest.mark.parametrize("program", AGAINST_PLAIN, ids=repr)
-@pytest.mark.parametrize("devices", ["default", cpu_devices(3)], ids=["default", "3 replicas"])
+@pytest.mark.parametrize(
+    "devices",
+    [pytest.param("default", id="default", marks=pytest.mark.slow), pytest.param(cpu_devices(3), id="3 replicas")],
+)
 def test_fit_is_the_plain_loop(program, devices):
     assert_near(fit_on(devices, program), plain_fit(program), EXACT, only_expected=True)
 
@@ -110,14 +113,14 @@ def check(program, devices, tolerance):
 
 @pytest.mark.end_to_end
 @given(program=fit_programs(), replicas=st.integers(1, 5))
-@quick(30)
+@quick(15)
 def test_n_replicas_are_one(program, replicas):
     check(program, cpu_devices(replicas), EXACT)
 
 
 @pytest.mark.end_to_end
 @given(program=fit_programs(), replicas=st.integers(1, 4))
-@quick(30)
+@quick(15)
 def test_random_programs_are_the_plain_loop(program, replicas):
     program = dataclasses.replace(program, shuffle=False)
     assert_near(fit_on(cpu_devices(replicas), program), plain_fit(program), EXACT, only_expected=True)
