@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+import torchstrategy as ts
 from tests.data.fake_workers import one_process
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.options import InputOptions, InputReplicationMode
@@ -147,6 +148,16 @@ def test_the_end_is_told_in_every_style():
     optional = iter(dataset).get_next_as_optional()
     assert optional.has_value()
     assert values(optional.get_value()) == [[0], [1]]
+
+
+def test_replica_functions_do_not_read():
+    """As in tf: each replica would take an element of its own, with the shares of all."""
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    iterator = iter(strategy.experimental_distribute_dataset(torch.arange(4), batch_size=4))
+    with pytest.raises(ValueError, match=r"args=\(next\(iterator\),\)"):
+        strategy.run(lambda: next(iterator))
+    read = ts.get_strategy().run(lambda: next(iterator))
+    assert values(read) == [[0, 1], [2, 3]]
 
 
 def test_element_spec_costs_no_random_numbers_and_starts_no_workers():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from torchstrategy.base.context import current_replica_context, has_strategy
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.log import add_note, logger
@@ -279,6 +280,11 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
+        if current_replica_context() is not None and has_strategy():
+            raise ValueError(
+                "next(iterator) was called in a replica function: an element has the shares of all replicas, and each "
+                "replica would take one of its own. Read outside: `strategy.run(fn, args=(next(iterator),))`."
+            )
         while self._end is None and len(self._elements) <= self._num_ahead:
             with label("input"):
                 self._read()
@@ -304,10 +310,11 @@ class DistributedIterator:
         return self._dataset.element_spec
 
     def get_next(self) -> Any:
-        """Return the next element.
+        """Return the next element; not in a replica function.
 
         Raises:
             OutOfRangeError: the dataset's end was reached.
+            ValueError: called in a replica function.
         """
         try:
             return next(self)
