@@ -40,6 +40,20 @@ def test_wrong_arguments():
         strategy.run(lambda: strategy.run(lambda: 1))
 
 
+def test_its_context_is_not_that_of_another_strategys_replicas():
+    """As in tf; kept from outside, ``all_reduce`` would return the replica's own value for the sum."""
+    outside, value, kept = ts.get_replica_context(), torch.tensor(1.0), []
+    mirrored = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    ts.get_strategy().run(lambda: kept.append(ts.get_replica_context()))
+    with pytest.raises(RuntimeError, match="is not running here"):
+        mirrored.run(lambda: outside.all_reduce("SUM", value))
+    with pytest.raises(RuntimeError, match="is not running here"):
+        kept[0].all_reduce("SUM", value)
+    with pytest.raises(RuntimeError, match="is not running here"):
+        outside.merge_call(lambda strategy: outside.merge_call(lambda strategy: None))
+    assert outside.all_reduce("SUM", value) == 1.0
+
+
 @pytest.mark.parametrize("make", [DefaultStrategy, lambda: ts.OneDeviceStrategy("cpu:0")])
 def test_independent_copies_are_warned_of_once(make, monkeypatch):
     monkeypatch.setattr(log, "_said", set())

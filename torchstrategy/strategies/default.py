@@ -44,11 +44,15 @@ __all__ = [
 
 
 class _DefaultReplicaContext(ReplicaContext):
-    """The context of the one replica; also active outside ``run``."""
+    """The context of the one replica; also active outside ``run``, but not in another strategy's."""
+
+    #: Whether it was of a ``run`` that has returned.
+    has_ended = False
 
     @override
     def _check_active(self, operation: str) -> None:
-        pass
+        if self.has_ended or current_frame() is not None:
+            super()._check_active(operation)
 
 
 class _DefaultExtended(StrategyExtended):
@@ -114,7 +118,8 @@ class DefaultStrategy(Strategy):
             self._has_looked = True
             warn_of_independent_copies("The default strategy", os.environ)
         own_kwargs = kwargs or {}
-        frame = Frame(self, _DefaultReplicaContext(self, 0, 0, (args, own_kwargs)))
+        own_context = _DefaultReplicaContext(self, 0, 0, (args, own_kwargs))
+        frame = Frame(self, own_context)
         push_frame(frame)
         try:
             with label("replica", 0):
@@ -124,6 +129,7 @@ class DefaultStrategy(Strategy):
             raise
         finally:
             pop_frame(frame)
+            own_context.has_ended = True
 
     @override
     def experimental_distribute_dataset(
