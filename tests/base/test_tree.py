@@ -46,6 +46,18 @@ def test_map_structure():
         tree.map_structure(max, [(1,), [1]])
     with pytest.raises(ValueError, match="same nested structure"):
         tree.map_structure(max, [{"a": 1}, {"b": 1}])
+    with pytest.raises(ValueError, match="same nested structure"):
+        tree.map_structure(max, [({"a": 1, "b": 2},), ({"b": 1, "a": 2}, 3)])
+
+
+def test_map_structure_takes_keys_in_any_order():
+    """As in tf; the result has the first one's order."""
+    first = {"a": 1, "b": [{"x": 2, "y": Pair(3, {"p": 4, "q": 5})}]}
+    other = {"b": [{"y": Pair(30, {"q": 50, "p": 40}), "x": 20}], "a": 10}
+    added = tree.map_structure(lambda a, b: a + b, [first, other])
+    assert added == {"a": 11, "b": [{"x": 22, "y": Pair(33, {"p": 44, "q": 55})}]}
+    assert list(added) == ["a", "b"]
+    assert list(other) == ["b", "a"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)

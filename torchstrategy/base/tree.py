@@ -6,9 +6,11 @@ Containers are what torch's pytree knows (tuple, list, dict, OrderedDict, namedt
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import zlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,7 +105,7 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def map_structure(fn: Callable[..., Any], structures: Sequence[Any]) -> Any:
-    """Apply ``fn`` to the corresponding leaves of several equal structures.
+    """Apply ``fn`` to the corresponding leaves of several equal structures; the keys of dicts may be in any order.
 
     Raises:
         ValueError: the structures differ (types and lengths of containers, keys of dicts).
@@ -112,6 +114,8 @@ def map_structure(fn: Callable[..., Any], structures: Sequence[Any]) -> Any:
     columns = [leaves]
     for structure in structures[1:]:
         other_leaves, other_spec = flatten(structure)
+        if other_spec != spec:  # of dicts, maybe their order only
+            other_leaves, other_spec = flatten(_in_order_of(structures[0], structure))
         if other_spec != spec:
             raise ValueError(
                 "The replicas' values must have the same nested structure (types and lengths of containers, keys of "
@@ -119,6 +123,25 @@ def map_structure(fn: Callable[..., Any], structures: Sequence[Any]) -> Any:
             )
         columns.append(other_leaves)
     return spec.unflatten([fn(*row) for row in zip(*columns, strict=True)])
+
+
+def _in_order_of(first: Any, other: Any) -> Any:
+    """Return a structure whose dicts have their keys in the order of the first's, wherever these are the same."""
+    kind = type(first)
+    if kind is not type(other):
+        return other
+    if kind in (dict, OrderedDict, defaultdict) and first.keys() == other.keys():
+        ordered = copy.copy(other)
+        for key, value in first.items():
+            ordered[key] = _in_order_of(value, ordered.pop(key))
+        return ordered
+    if isinstance(first, (tuple, list)) and len(first) == len(other):
+        parts = map(_in_order_of, first, other)
+        if kind in (tuple, list):
+            return kind(parts)
+        if hasattr(first, "_fields"):
+            return kind(*parts)
+    return other
 
 
 def describe(spec: _Spec) -> str:
