@@ -134,6 +134,14 @@ def test_gpus_of_the_second_task(visible, kwargs, own, num_gpus, monkeypatch):
         assert resolver.num_accelerators() == ({"GPU": num_gpus} if num_gpus else {})
 
 
+def test_another_environments_gpus_are_not_remembered():
+    """Of an equal step, which had been given what another resolver chose from more."""
+    for visible, own in (("0,1,2,3", "2,3"), ("2,3", "3")):
+        environ = two_on_one_host(1, CUDA_VISIBLE_DEVICES=visible)
+        Slurm(environ=environ).cluster_spec()
+        assert environ["CUDA_VISIBLE_DEVICES"] == own
+
+
 def test_gpus_that_slurm_gave_to_each_task():
     environ = two_on_one_host(1, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
     resolver = Slurm(environ=environ)

@@ -90,8 +90,16 @@ def _bad_hostlist(hostlist: str) -> ValueError:
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# For a step and what a resolver of this process set the variable to: what it was before. A second one starts from that.
-_before: dict[tuple[frozenset[tuple[str, str]], str], str] = {}
+
+class _Change(NamedTuple):
+    environ: MutableMapping[str, str]  # held, so that no other mapping gets its id
+    step: frozenset[tuple[str, str]]
+    to: str
+    before: str
+
+
+# By the id of the environment: what a resolver of this process set the variable to. A second one starts from before.
+_changes: dict[int, _Change] = {}
 
 
 class _Place(NamedTuple):
@@ -315,7 +323,9 @@ class SlurmClusterResolver(ClusterResolver):
         text = self._environ.get(_VISIBLE)
         if text is None:
             return [str(index) for index in range(torch.cuda.device_count())]  # CUDA itself must not start yet
-        text = _before.get((self._step, text), text)
+        change = _changes.get(id(self._environ))
+        if change is not None and (change.step, change.to) == (self._step, text):
+            text = change.before
         return [name.strip() for name in text.split(",") if name.strip()]
 
     @property
@@ -362,7 +372,7 @@ class SlurmClusterResolver(ClusterResolver):
                     f"SlurmClusterResolver sets {_VISIBLE}={own}, but CUDA was used before, so that this process keeps "
                     "the GPUs that it saw. Make the resolver, or the strategy with it, before anything uses a GPU."
                 )
-            _before[self._step, own] = ",".join(names)
+            _changes[id(self._environ)] = _Change(self._environ, self._step, own, ",".join(names))
             self._environ[_VISIBLE] = own
 
 
