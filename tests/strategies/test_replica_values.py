@@ -42,6 +42,22 @@ def test_what_is_combined_over_replicas_has_no_graph(make):
     assert all(own.requires_grad for own in strategy.experimental_local_results(summed))
 
 
+@pytest.mark.parametrize("make", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_the_mean_of_integers_is_of_a_sum_that_does_not_overflow(make, dtype):
+    strategy, largest = make(), torch.iinfo(dtype).max
+    value = strategy.run(lambda: torch.full((2,), largest, dtype=dtype))
+    means = [
+        strategy.reduce("MEAN", value),
+        strategy.reduce("MEAN", value, axis=0),
+        strategy.run(lambda v: ts.get_replica_context().all_reduce("MEAN", v), args=(value,)),
+    ]
+    if strategy is not ts.get_strategy():
+        means.append(strategy.extended.reduce_to("MEAN", value, "cpu:0"))
+    for mean in means:
+        assert all((own == largest).all() for own in strategy.experimental_local_results(mean))
+
+
 def step(batch):
     return float(batch + "no number") if isinstance(batch, float) else batch
 

@@ -62,6 +62,8 @@ def all_reduce(
     Raises:
         InvalidArgumentError: shapes or dtypes differ, or a dtype can't be added.
     """
+    if op is ReduceOp.MEAN and num_replicas > 1:
+        columns = [_to_add(column) for column in columns]
     if len(devices) == 1:
         for column in columns:
             check_addable(column[0])
@@ -111,7 +113,7 @@ def reduce(
     for tensor in tensors:
         axes = reduction_axes(axis, tensor.dim())
         check_addable(tensor)
-        sums.append(tensor.sum(dim=axes, dtype=tensor.dtype) if axes else tensor)
+        sums.append(tensor.sum(dim=axes, dtype=_dtype_of_sum(op, tensor)) if axes else tensor)
         elements = 1
         for a in axes:
             elements *= tensor.shape[a]
@@ -243,6 +245,18 @@ def check_addable(tensor: Tensor) -> None:
     """Raise ``InvalidArgumentError`` if a tensor's dtype has no sum."""
     if tensor.dtype is torch.bool:
         raise InvalidArgumentError("Can't reduce values of dtype bool. Convert them, for example with `.int()`.")
+
+
+def _to_add(column: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the replicas' values in the dtype to add them in for a mean; those that differ stay, and are refused."""
+    dtypes = {tensor.dtype for tensor in column}
+    return [tensor.to(_dtype_of_sum(ReduceOp.MEAN, tensor)) for tensor in column] if len(dtypes) == 1 else column
+
+
+def _dtype_of_sum(op: ReduceOp, tensor: Tensor) -> torch.dtype:
+    """Return the dtype to add in: of integers whose mean is wanted, one in which the sum does not overflow."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return torch.int64 if op is ReduceOp.MEAN and is_whole else tensor.dtype
 
 
 def mean_of_total(total: Tensor, count: int | Tensor) -> Tensor:
