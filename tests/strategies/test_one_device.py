@@ -36,6 +36,13 @@ def test_input_is_delivered_to_the_device(strategy):
     assert ts.get_strategy().experimental_distribute_dataset(data) is data
 
 
+def test_values_of_a_function_are_plain(strategy):
+    """As in tf, whose strategy of one device has no PerReplica; ``MirroredStrategy`` wraps a single value."""
+    make, value = strategy.experimental_distribute_values_from_function, object()
+    assert make(lambda context: {"id": context.replica_id_in_sync_group, "value": value}) == {"id": 0, "value": value}
+    assert strategy.run(lambda x: x, args=(make(lambda context: value),)) is value
+
+
 def test_named_device_and_one_replica():
     strategy = ts.OneDeviceStrategy("/cpu:0")
     assert strategy.num_replicas_in_sync == 1

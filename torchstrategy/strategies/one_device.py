@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from typing_extensions import override
 from torchstrategy.base.devices import Placement, canonical_device, tensor_device
 from torchstrategy.cluster_resolver.detect import warn_of_independent_copies
 from torchstrategy.replicas.variables import Variable, VariableOptions, make_copy
+from torchstrategy.strategies.replica_values import inputs_of
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["OneDeviceStrategy"]
@@ -37,6 +39,11 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | torch.device) -> None:
         super().__init__(Placement(1, 0, (canonical_device(device),)))
         warn_of_independent_copies(type(self).__name__, os.environ)
+
+    @override
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        values = super().experimental_distribute_values_from_function(value_fn)
+        return inputs_of(self, 0, values)  # as tf, which has no PerReplica here
 
     @override
     def _make_variable(self, context: Any, value: Tensor, options: VariableOptions) -> Variable | None:

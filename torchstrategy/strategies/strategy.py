@@ -431,7 +431,7 @@ class Strategy:
             value_fn: called with a ``ValueContext`` for each replica in the order of ids.
 
         Returns:
-            A structure with ``PerReplica`` leaves.
+            A structure with ``PerReplica`` leaves; of ``OneDeviceStrategy`` and the default strategy plain ones.
 
         Raises:
             ValueError: the function returns different structures for different replicas.
