@@ -25,6 +25,7 @@ __all__ = [
     "check_addable",
     "check_gather_axis",
     "check_joinable",
+    "dtype_of_sum",
     "gather",
     "gather_rows",
     "gather_sizes",
@@ -113,7 +114,7 @@ def reduce(
     for tensor in tensors:
         axes = reduction_axes(axis, tensor.dim())
         check_addable(tensor)
-        sums.append(tensor.sum(dim=axes, dtype=_dtype_of_sum(op, tensor)) if axes else tensor)
+        sums.append(tensor.sum(dim=axes, dtype=dtype_of_sum(op, tensor)) if axes else tensor)
         elements = 1
         for a in axes:
             elements *= tensor.shape[a]
@@ -250,10 +251,10 @@ def check_addable(tensor: Tensor) -> None:
 def _to_add(column: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the replicas' values in the dtype to add them in for a mean; those that differ stay, and are refused."""
     dtypes = {tensor.dtype for tensor in column}
-    return [tensor.to(_dtype_of_sum(ReduceOp.MEAN, tensor)) for tensor in column] if len(dtypes) == 1 else column
+    return [tensor.to(dtype_of_sum(ReduceOp.MEAN, tensor)) for tensor in column] if len(dtypes) == 1 else column
 
 
-def _dtype_of_sum(op: ReduceOp, tensor: Tensor) -> torch.dtype:
+def dtype_of_sum(op: ReduceOp, tensor: Tensor) -> torch.dtype:
     """Return the dtype to add in: of integers whose mean is wanted, one in which the sum does not overflow."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return torch.int64 if op is ReduceOp.MEAN and is_whole else tensor.dtype

@@ -15,6 +15,7 @@ from torchstrategy.collectives.reductions import (
     check_addable,
     check_gather_axis,
     check_joinable,
+    dtype_of_sum,
     mean_of_total,
     reduction_axes,
 )
@@ -94,8 +95,7 @@ def reduce_split(op: ReduceOp, value: SplitValues, axis: Any) -> Tensor:
         members = [i for i, own in enumerate(value.group_of) if own == group]
         own = rows if len(value.stacks) == 1 else rows[members]
         count += own.shape[0] * torch.Size([own.shape[a + 1] for a in axes]).numel()
-        dtype = None if own.is_floating_point() or own.is_complex() else own.dtype
-        totals.append(own.sum((0, *(a + 1 for a in axes)), dtype=dtype))
+        totals.append(own.sum((0, *(a + 1 for a in axes)), dtype=dtype_of_sum(op, own)))
     shapes = {tuple(total.shape) for total in totals}
     if len(shapes) > 1:
         raise InvalidArgumentError(f"The replicas' values differ in other dimensions, too: {sorted(shapes)}.")

@@ -17,7 +17,7 @@ from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues
-from torchstrategy.collectives.reductions import check_addable, check_joinable, mean_of_total
+from torchstrategy.collectives.reductions import check_addable, check_joinable, dtype_of_sum, mean_of_total
 from torchstrategy.errors import InvalidArgumentError, UnimplementedError
 from torchstrategy.replicas.adapters import trace_ends
 from torchstrategy.replicas.distributed_variables import DistributedVariable
@@ -350,7 +350,7 @@ class SpmdHosting(DirectHosting):
                     f"{operation}: the replicas' values must have one shape and dtype. Received: {', '.join(kinds)}"
                 )
             check_addable(column[0])
-            total = self.sum(column)
+            total = self.sum([value.to(dtype_of_sum(op, value)) for value in column])
             if op is ReduceOp.MEAN:
                 total = mean_of_total(total, self.num_replicas)
             results.append([total] * len(column))
