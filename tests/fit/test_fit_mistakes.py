@@ -55,6 +55,32 @@ def one_output():
     return layer
 
 
+class Squeezing(nn.Module):
+    """Drops the batch's axis, too, where a share is one example."""
+
+    def __init__(self, outputs=1):
+        super().__init__()
+        self.layer = nn.Linear(4, outputs)
+
+    def forward(self, x):
+        return self.layer(x).squeeze()
+
+
+def predicting(module, num_examples):
+    def call(strategy):
+        made(strategy, module()).predict(X[:num_examples], batch_size=4, verbose=0)
+
+    return call
+
+
+def evaluating_by_metric(num_examples):
+    def call(strategy):
+        model = made(strategy, Squeezing(), loss=None, metrics=["mae"])
+        model.evaluate(X[:num_examples], VALUES[:num_examples, 0], batch_size=4, verbose=0)
+
+    return call
+
+
 def not_compiled(method):
     def call(strategy):
         with strategy.scope():
@@ -170,6 +196,19 @@ MISTAKES = {
     "row of values for a function": (
         fitting(y=VALUES[:, 0], module=one_output, compiled={"loss": lambda true, pred: (true - pred) ** 2}),
         ["broadcast", "y.unsqueeze(-1)"],
+    ),
+    "one example squeezed": (
+        fitting(X[:9], VALUES[:9, 0], module=Squeezing, compiled={"loss": "mse"}, shuffle=False),
+        ["An output of the model is a scalar", "squeeze(-1)"],
+    ),
+    "one example squeezed for a metric": (
+        evaluating_by_metric(9),
+        ["An output of the model is a scalar", "squeeze(-1)"],
+    ),
+    "one prediction squeezed": (predicting(Squeezing, 9), ["predict(x=...)", "returned () for", "squeeze(-1)"]),
+    "one row of predictions squeezed": (
+        predicting(lambda: Squeezing(3), 9),
+        ["predict(x=...)", "returned (3,) for a batch of 1", "squeeze(-1)"],
     ),
     "no class for a label": (fitting(y=Y + 5, batch_size=12), ["class ids from 0 to 2", "in y"]),
     "negative label": (fitting(y=Y - 1, batch_size=12), ["class ids from 0 to 2", "-1 in y"]),

@@ -21,7 +21,7 @@ from torchstrategy.base.context import has_strategy
 from torchstrategy.base.values import example_counts, known_counts
 from torchstrategy.fit.label_divisors import LabelDivisors, entry_of
 from torchstrategy.fit.loss_parts import LossPart, differentiated_as_sum, share_of
-from torchstrategy.fit.outputs import Outputs, for_outputs, is_several
+from torchstrategy.fit.outputs import Outputs, check_has_rows, for_outputs, is_several
 from torchstrategy.fit.steps import current_step
 from torchstrategy.fit.torch_loss_parts import make_part
 from torchstrategy.metrics.mean import Mean
@@ -186,6 +186,7 @@ class CompiledLoss:
             if own.part is None:
                 continue
             scores = outputs.tensors[i]
+            check_has_rows(scores)
             counts = (len(scores), len(scores)) if alone else example_counts(context, len(scores))
             # None of an output whose rows are others than the examples: then labels say the divisor, or it has none.
             num_losses = counts[1] if counts is not None and counts[0] == len(scores) else None
@@ -223,6 +224,7 @@ class CompiledLoss:
             labels, _ = self._labels_and_weights(outputs, given, None)
             for own, label, scores in zip(self._flat, labels, outputs.tensors, strict=True):
                 if own.part is not None:
+                    check_has_rows(scores)
                     own.part.check(label, scores)
 
     def build(self, y_pred: Any) -> None:

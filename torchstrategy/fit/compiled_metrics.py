@@ -17,7 +17,7 @@ from torchstrategy.base.context import has_strategy
 from torchstrategy.base.names import snake_case
 from torchstrategy.fit.compiled_loss import CompiledLoss
 from torchstrategy.fit.loss_parts import LossPart
-from torchstrategy.fit.outputs import Outputs, for_outputs, is_several
+from torchstrategy.fit.outputs import Outputs, check_has_rows, for_outputs, is_several
 from torchstrategy.metrics.metric import Metric
 from torchstrategy.metrics.metric_names import REMEDY, accuracy_by_shapes, crossentropy_by_shapes, with_logits
 from torchstrategy.replicas.mirrored import resolve
@@ -160,6 +160,7 @@ class _Entry:
         self.is_ours = isinstance(metric, Metric)
 
     def update(self, y: Any, y_pred: Tensor, sample_weight: Any) -> None:
+        check_has_rows(y_pred)
         try:
             self._update(y, y_pred, sample_weight)
         except ValueError as error:

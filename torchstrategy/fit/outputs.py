@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchstrategy import errors
 
-__all__ = ["Outputs", "for_outputs", "is_several"]
+__all__ = ["Outputs", "check_has_rows", "for_outputs", "is_several"]
 
 
 class Outputs:
@@ -100,6 +100,22 @@ class Outputs:
         if self.keys is None:
             return "a tensor"
         return f"a dict with the keys {list(self.keys)}" if self.is_mapping else f"a list of {len(self.keys)}"
+
+
+def check_has_rows(y_pred: Tensor) -> None:
+    """Check that an output, to which a loss or a metric belongs, has an axis of examples.
+
+    Args:
+        y_pred: the output.
+
+    Raises:
+        InvalidArgumentError: it is a scalar.
+    """
+    if y_pred.ndim == 0:
+        raise errors.InvalidArgumentError(
+            "An output of the model is a scalar, of shape (), where the first axis must be the batch. If forward ends "
+            "in squeeze(), name the axis, squeeze(-1): a replica's share may be one example, whose axis would go, too."
+        )
 
 
 def is_several(value: Any) -> bool:

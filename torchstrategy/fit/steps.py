@@ -189,8 +189,11 @@ def run_windows(
                         result = step(data)
                     if num_parts > 1:
                         results = [*results[1 - num_parts :], (context._num_own_examples or 0, result)]
-                    if state.is_checked:
+                    if state.method == "predict":
+                        _check_predictions(result)  # of each batch: a later share may be a single example
+                    elif state.is_checked:
                         _check_returned(result, state.method)
+                    if state.is_checked:
                         state = StepState(method=state.method, autocast=state.autocast)
     finally:
         trains_on_one.reset(token)
@@ -216,18 +219,20 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _check_returned(result: Any, method: str) -> None:
-    if method != "predict":
-        if result is not None and not isinstance(result, Mapping):
-            raise TypeError(
-                f"{method}: the model's step must return a dict by name of what logs show, metrics and numbers, or "
-                f"None. Received: a {type(result).__name__}. (A loss is given to self.minimize(loss), which also shows "
-                "it.)"
-            )
-        return
+    if result is not None and not isinstance(result, Mapping):
+        raise TypeError(
+            f"{method}: the model's step must return a dict by name of what logs show, metrics and numbers, or "
+            f"None. Received: a {type(result).__name__}. (A loss is given to self.minimize(loss), which also shows "
+            "it.)"
+        )
+
+
+def _check_predictions(result: Any) -> None:
     num_examples = known_counts(get_replica_context())[0]
     for leaf in tree.all_leaves(result):
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != num_examples:
+        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != num_examples):
             raise ValueError(
                 f"predict(x=...): the model returned {tuple(leaf.shape)} for a batch of {num_examples} examples. The "
-                "first axis of x and of the predictions is the batch: for one example pass x[None]."
+                "first axis of x and of the predictions is the batch: for one example pass x[None], and name the axis "
+                "in squeeze(-1), which else drops that of a replica's single example."
             )
