@@ -556,3 +556,26 @@ def test_steps_without_a_batch_size_and_no_reduction(in_order):
         history = model.fit(x, y, steps_per_epoch=4, epochs=2, shuffle=False, verbose=0).history
         histories.append([*history["loss"], model.evaluate(x, y, steps=3, verbose=0)])
     assert histories[0] == pytest.approx(histories[1], abs=1e-12)
+
+
+class PlainMean(ts.metrics.Metric):
+    """Adds up in a Python number, which stays on the worker."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total += float((y_true - y_pred).abs().sum())
+
+    def result(self):
+        return self.total
+
+
+def test_numbers_in_plain_attributes_of_a_metric_are_warned_of(in_order):
+    x, y = arrays()
+    with in_order.scope():
+        model = ts.Model(nn.Linear(3, 1))
+        model.compile("sgd", "mse", metrics=[PlainMean()])
+    with pytest.warns(UserWarning, match="The metric PlainMean keeps 'total' in plain attributes"):
+        model.evaluate(x, y, verbose=0)

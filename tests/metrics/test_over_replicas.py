@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torchmetrics
 
 import torchstrategy as ts
 
@@ -344,3 +345,70 @@ def result_of_one_metric_on_each_rank():
 
 def test_ranks_that_compute_different_metrics(process_pool):
     process_pool(2).run(result_of_one_metric_on_each_rank)
+
+
+class Plain(ts.metrics.Metric):
+    """A mean error, of Python numbers: those of one replica."""
+
+    def __init__(self, name="plain"):
+        super().__init__(name=name)
+        self.reset_state()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total += float((y_true - y_pred).abs().sum())
+        self.seen.append(len(y_true))
+
+    def result(self):
+        return self.total / max(1, sum(self.seen))
+
+    def reset_state(self):
+        self.total = 0.0
+        self.seen = []
+
+
+class PlainTorchmetrics(torchmetrics.Metric):
+    """The same as torchmetrics has it, with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.tensor(0.0))
+        self.limit = 3.0
+
+    def update(self, y_pred, y_true):
+        self.total = self.total + (y_true - y_pred).abs().sum()
+
+    def compute(self):
+        return self.total
+
+
+def warnings_of(strategy, metric):
+    """What is said when a metric is computed twice after one update on each replica."""
+    values = torch.arange(5.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in strategy.experimental_distribute_dataset((values, -values), batch_size=5):
+            strategy.run(metric.update, args=batch)
+        metric.compute(), metric.compute()
+    return [str(warning.message) for warning in caught]
+
+
+def warnings_of_plain_attributes():
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        metric = Plain()
+    return warnings_of(strategy, metric)
+
+
+def test_numbers_in_plain_attributes_are_warned_of(process_pool):
+    strategy = mirrored(2)
+    with strategy.scope():
+        ours, theirs = Plain(), PlainTorchmetrics()
+    expected = "The metric Plain keeps 'total', 'seen' in plain attributes, which differ between replicas."
+    for messages in (warnings_of(strategy, ours), *process_pool(2).run(warnings_of_plain_attributes)):
+        (message,) = messages
+        assert message.startswith(expected)
+        assert 'self.total = self.add_weight("total")' in message
+    (message,) = warnings_of(strategy, theirs)
+    assert "keeps 'total' in" in message
+    assert 'self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")' in message
+    assert warnings_of(mirrored(1), Plain()) == []

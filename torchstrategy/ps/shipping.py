@@ -354,6 +354,6 @@ def _name_of(fn: Any) -> str:
 
 def _merge_into(metric: Any, states: dict[str, Any]) -> None:
     metrics = metric_states.metrics_of(metric)
-    for name, (num_updates, values) in states.items():
+    for name, state in states.items():
         if name in metrics:
-            metric_states.add_state(metrics[name], metric_states.MetricState(num_updates, values))
+            metric_states.add_state(metrics[name], metric_states.MetricState(*state))

@@ -333,11 +333,7 @@ def _trains(binding: Binding) -> bool:
 def _states(metrics: dict[str, Any]) -> dict[str, Any] | None:
     side = {}
     for name, metric in metrics.items():
-        states = {
-            part: (state.num_updates, state.values)
-            for part, state in metric_states.own_states(metric).items()
-            if state.num_updates
-        }
+        states = {part: tuple(state) for part, state in metric_states.own_states(metric).items() if state.num_updates}
         if states:
             side[name] = states
     return side or None

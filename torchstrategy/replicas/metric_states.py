@@ -3,20 +3,25 @@
 Works by torchmetrics' own bookkeeping (``_defaults``, ``_reductions``, ``_update_count``) and does not import it. Only
 copies are written to: the replicas' metrics go on accumulating. Replicas that were never updated are left out, so
 that a mean or a stack over replicas does not contain default values.
+
+What a metric keeps in plain attributes, and not in states, can't be merged: where replicas' differ, that is warned of.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchstrategy.base import tree
 from torchstrategy.base.devices import tensor_device
+from torchstrategy.base.log import users_frame, warn_once_at
 from torchstrategy.base.names import dtype_name
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.record import unrecorded
@@ -37,6 +42,8 @@ _METRICS = ("torchmetrics.metric.Metric", "torchmetrics.collections.MetricCollec
 #: Whether a class of modules is one of metrics: asked for every module at every step that is scheduled.
 _metric_classes: weakref.WeakKeyDictionary[type[nn.Module], bool] = weakref.WeakKeyDictionary()
 _OPERATION = "merging of metric states"
+#: Attributes of every module, and what torchmetrics changes in those of its own.
+_NOT_THE_PROGRAMS = {*vars(nn.Module()), "_update_count", "_computed", "_forward_cache", "_cache"}
 
 
 class MetricState(NamedTuple):
@@ -45,10 +52,12 @@ class MetricState(NamedTuple):
     Args:
         num_updates: updates since the last reset.
         values: a tensor or a list of tensors for each state's name.
+        plain: a text for each number, and collection of numbers, that it holds besides.
     """
 
     num_updates: int
     values: dict[str, Any]
+    plain: Mapping[str, str] = {}
 
 
 def is_metric(obj: object) -> bool:
@@ -135,12 +144,57 @@ def own_states(body: Any) -> dict[str, MetricState]:
 
 def add_state(metric: Any, state: MetricState) -> None:
     """Merge into one metric what another has accumulated."""
-    load_state(metric, _merge(metric, [_read_state(metric), state], resumable=True))
+    own = _read_state(metric)
+    _warn_of_plain_attributes(metric, [own, state])
+    load_state(metric, _merge(metric, [own, state], resumable=True))
 
 
 def _read_state(metric: Any) -> MetricState:
     values = {key: getattr(metric, key) for key in metric._defaults}
-    return MetricState(metric._update_count, {k: list(v) if isinstance(v, list) else v for k, v in values.items()})
+    values = {key: list(value) if isinstance(value, list) else value for key, value in values.items()}
+    return MetricState(metric._update_count, values, _plain_attributes(metric))
+
+
+def _plain_attributes(metric: Any) -> dict[str, str]:
+    """Return what tells apart numbers that are no states of a metric, without waiting for an accelerator."""
+    texts = {
+        name: _text_of(value)
+        for name, value in {**vars(metric), **metric._buffers}.items()
+        if name not in metric._defaults and name not in _NOT_THE_PROGRAMS
+    }
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        is_number = (value.is_cpu and value.numel() == 1) if isinstance(value, Tensor) else value.size == 1
+        return repr(value.item()) if is_number else None
+    if isinstance(value, (int, float)):
+        return None if isinstance(value, bool) else repr(value)
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes)):
+        return None
+    items: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
+    known = [item for item in items if isinstance(item, (int, float))]
+    return f"{len(value)} items ({zlib.crc32(repr(known).encode()):08x})"
+
+
+def _warn_of_plain_attributes(metric: Any, states: Sequence[MetricState]) -> None:
+    """Warn of numbers that replicas hold besides their states, and that differ: a merged metric has one replica's."""
+    first = states[0].plain
+    names = [name for name in first if any(state.plain.get(name, first[name]) != first[name] for state in states)]
+    if not names:
+        return
+    is_ours = is_a(metric, "torchstrategy.metrics.metric.Metric")
+    state = f'self.{names[0]} = self.add_weight("{names[0]}")'
+    if not is_ours:
+        state = f'self.add_state("{names[0]}", torch.tensor(0.0), dist_reduce_fx="sum")'
+    warn_once_at(
+        users_frame(),
+        f"The metric {type(metric).__name__} keeps {', '.join(map(repr, names))} in plain attributes, which differ "
+        "between replicas. Only states are added up over replicas, so its result is that of one replica's examples. "
+        f"Make states of them in __init__: {state}.",
+        of=metric,
+    )
 
 
 def _num_updates(body: Any) -> int:
@@ -151,6 +205,7 @@ def _merge(metric: Any, states: Sequence[MetricState], *, resumable: bool) -> Me
     updated = [state for state in states if state.num_updates] or states[:1]
     if len(updated) == 1:
         return updated[0]
+    _warn_of_plain_attributes(metric, updated)
     reductions = metric._reductions
     if resumable and any(r is None and isinstance(metric._defaults[key], Tensor) for key, r in reductions.items()):
         raise ValueError(
@@ -227,7 +282,7 @@ def _tensors_of(state: MetricState) -> list[Tensor]:
 
 def _describe(state: MetricState) -> list[Any]:
     """Return what ``_rebuild`` needs, in a form that JSON can hold."""
-    return [state.num_updates, {key: _describe_value(value) for key, value in state.values.items()}]
+    return [state.num_updates, {key: _describe_value(value) for key, value in state.values.items()}, state.plain]
 
 
 def _describe_value(value: Any) -> Any:
@@ -241,7 +296,7 @@ def _rebuild(row: Sequence[Any], reader: _Reader) -> MetricState:
         key: [reader.take(**item) for item in value] if isinstance(value, list) else reader.take(**value)
         for key, value in row[1].items()
     }
-    return MetricState(row[0], values)
+    return MetricState(row[0], values, row[2])
 
 
 class _Reader:
