@@ -176,6 +176,90 @@ def test_two_processes(process_pool):
         assert good == [[], []]
 
 
+class Scale(nn.Module):
+    """A model with a learned scale of its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def penalty(model):
+    return sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def only_on_the_first(model, z, y):
+    first = ts.get_replica_context().replica_id_in_sync_group == 0
+    return right(z, y) + 0.1 * penalty(model) if first else right(z, y)
+
+
+TERMS = {
+    "squares": lambda model, z, y: right(z, y) + 0.1 * penalty(model),
+    "norms": lambda model, z, y: right(z, y) + 0.1 * sum(p.norm() for p in model.parameters()),
+    "a stack": lambda model, z, y: right(z, y) - torch.stack([p.abs().sum() for p in model.parameters()]).sum(),
+    "all in one": lambda model, z, y: right(z, y) + torch.cat([p.view(-1) for p in model.parameters()]).pow(2).sum(),
+    "orthogonality": lambda model, z, y: right(z, y) + (model.linear.weight @ model.linear.weight.T).norm(),
+    "a learned scale": lambda model, z, y: torch.exp(-model.scale) * right(z, y) + model.scale,
+}
+RIGHT_TERMS = {
+    "scaled": lambda model, z, y: right(z, y) + ts.nn.scale_regularization_loss(0.1 * penalty(model)),
+    "divided": lambda model, z, y: right(z, y) + penalty(model) / ts.get_strategy().num_replicas_in_sync,
+    "on the first replica": only_on_the_first,
+    "of the data": lambda model, z, y: right(z, y) + (model.linear.weight * X[0] * len(y)).sum(),
+    "of each replica's own": lambda model, z, y: right(z, y) + float(z.detach().sum()) * penalty(model),
+    "all of it": lambda model, z, y: penalty(model) + model.scale,
+}
+
+
+def warnings_of_term(devices, loss, *, num_runs=5):
+    """Return the warnings of a training by a loss of the model, too."""
+    strategy = strategy_for(devices)
+    with strategy.scope():
+        model = Scale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss(model, model(x), y).backward()
+        optimizer.step()
+
+    data = strategy.experimental_distribute_dataset((X, Y), batch_size=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(num_runs):
+            for batch in data:
+                strategy.run(step, args=batch)
+    return [str(entry.message) for entry in caught]
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_parameters_only_warns_once(name):
+    (message,) = warnings_of_term(cpu_devices(3), TERMS[name])
+    assert "test_mean_losses.py" in message
+    assert "has a term of parameters only" in message
+    assert "ts.nn.scale_regularization_loss" in message
+    assert warnings_of_term(cpu_devices(1), TERMS[name]) == []
+
+
+@pytest.mark.parametrize("name", RIGHT_TERMS)
+def test_other_terms_do_not(name):
+    assert warnings_of_term(cpu_devices(3), RIGHT_TERMS[name]) == []
+
+
+def terms_in_processes():
+    return [len(warnings_of_term(None, loss)) for loss in (TERMS["squares"], *RIGHT_TERMS.values())]
+
+
+def test_terms_in_two_processes(process_pool):  # where the second one says it
+    first, second = process_pool(2).run(terms_in_processes)
+    assert first == [0, 0, 0, 0, 0, 0, 0]
+    assert second[:4] + second[6:] == [1, 0, 0, 0, 0]
+
+
 def through_autograd(loss):
     torch.autograd.backward([loss])
 

@@ -370,3 +370,15 @@ def test_an_optimizer_may_write_to_its_groups(strategy, process_pool):
     # Central storage steps one copy for all replicas.
     assert train_counting(central(["cpu:0", "cpu:1"])) == 3
     assert process_pool(2).run(train_counting_in_central_storage)[0] == 3
+
+
+def test_embeddings_that_depend_on_a_share_are_warned_of(strategy):
+    with strategy.scope():
+        layers = [nn.Embedding(5, 2, max_norm=1.0), nn.EmbeddingBag(5, 2, scale_grad_by_freq=True), nn.Embedding(5, 2)]
+    with pytest.warns(UserWarning) as caught:
+        strategy.run(lambda: None)
+        strategy.run(lambda: None)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == len(layers) - 1
+    assert messages[0].startswith("Embedding(max_norm=1.0) changes the rows that a replica looks up")
+    assert messages[1].startswith("EmbeddingBag(scale_grad_by_freq=True) divides gradients by how often")

@@ -1,10 +1,13 @@
-"""Looks whether the loss that a replica differentiates is a mean over its own share of the batch.
+"""Looks whether a replica differentiates a mean over its own share of the batch, or a term that every replica adds.
 
 Gradients are added up over replicas, so such a step is N times as large as one replica's. What counts is what the loss
 is, not how the program calls it: the graph of the scalar that ``backward`` or ``grad`` starts from is followed through
 scalar operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements,
 divided before or after it is made.
 Any division above it, and any factor that is a replica's part of the batch, counts as meant.
+
+A term of parameters only, such as a penalty on weights, is looked for beside others in a sum. Replica 0 may
+add one for all.
 """
 
 from __future__ import annotations
@@ -38,6 +41,13 @@ _ADDS = ("AddBackward", "SubBackward", "RsubBackward")
 #: The backward functions of collectives between replicas: what is above one is of all replicas.
 _COLLECTIVES = ("_AllReduce", "_AllGather")
 _STACKS = ("StackBackward", "CatBackward")
+#: What makes terms of parameters, and takes nothing that this can't see.
+_OF_PARAMETERS = (
+    *_KEEPS, *_ADDS, *_STACKS, "PowBackward", "AbsBackward", "SqrtBackward", "ExpBackward", "LogBackward",
+    "SumBackward", "NormBackward", "LinalgVectorNormBackward", "ViewBackward", "TBackward", "TransposeBackward",
+    "PermuteBackward", "SelectBackward", "SliceBackward", "MmBackward", "SigmoidBackward", "SoftmaxBackward",
+    "LogSoftmaxBackward", "SoftplusBackward", "ReluBackward", "ClampBackward",
+)  # fmt: skip
 
 
 class FoundMean(NamedTuple):
@@ -54,6 +64,8 @@ class MeanLossCheck:
         #: In how many further sums losses are looked at.
         self.num_looks = NUM_LOOKS
         self._found: FoundMean | None = None
+        #: By replica, by what terms of parameters only are multiplied, and where.
+        self._terms: dict[int, tuple[float, CallSite]] = {}
         #: The gradients of means that ``torch.autograd.grad`` has returned: the program may assign them.
         self._computed: list[tuple[weakref.ref[Tensor], FoundMean]] = []
 
@@ -81,8 +93,20 @@ class MeanLossCheck:
 
     def before_backward(self, outputs: Iterable[Any], grad_outputs: Iterable[Tensor | None], context: Any) -> None:
         """Look at what a replica is about to differentiate by ``backward``; ``find`` has the arguments."""
-        if self._found is None:
-            self._found = self.find(outputs, grad_outputs, context)
+        if self.num_looks == 0 or self._found is not None:
+            return
+        outputs, grad_outputs = list(outputs), list(grad_outputs)
+        self._found = self.find(outputs, grad_outputs, context)
+        if (
+            len(outputs) == 1
+            and isinstance(outputs[0], Tensor)
+            and outputs[0].numel() == 1
+            and _is_one(grad_outputs[0])
+        ):
+            with _disable_current_modes():
+                factor = _factor_of_parameters(outputs[0].grad_fn, _Counts(context))
+            if factor is not None:
+                self._terms[context._replica_id] = factor, users_frame()
 
     def note_computed(self, mean: FoundMean, gradients: Iterable[Tensor | None]) -> None:
         """Remember the gradients of a mean that ``torch.autograd.grad`` has returned."""
@@ -99,11 +123,15 @@ class MeanLossCheck:
         """
         self.num_looks = max(0, (NUM_LOOKS if is_new else self.num_looks) - 1)
         found, self._found = self._found, None
+        terms, self._terms = self._terms, {}
         computed, self._computed = self._computed, []
         if computed and found is None:
             summed = {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
             found = next((mean for reference, mean in computed if id(reference()) in summed), None)
-        if found is None or is_edited or any(_has_hooks(parameter) for parameter in parameters):
+        if is_edited or any(_has_hooks(parameter) for parameter in parameters):
+            return
+        if found is None:
+            self._warn_of_terms(terms)
             return
         warn_once_at(
             found.site,
@@ -114,6 +142,20 @@ class MeanLossCheck:
             'ts.nn.compute_average_loss(per_example_loss, global_batch_size="actual"); or, for a loss that comes as a '
             "mean, such as a model's own, ts.nn.scale_mean_loss(loss). A term that every replica computes alike, such "
             "as a penalty on weights, goes through ts.nn.scale_regularization_loss.",
+            of=self,
+        )
+
+    def _warn_of_terms(self, terms: dict[int, tuple[float, CallSite]]) -> None:
+        """Warn of terms of parameters only, which all replicas add alike."""
+        factors = {factor for factor, _ in terms.values()}
+        if len(factors) != 1 or math.isnan(*factors) or max(terms) == 0:
+            return
+        site = terms[min(terms)][1]  # other replicas' threads may not have the program's lines
+        warn_once_at(
+            site,
+            f"The loss that is differentiated at {site} has a term of parameters only, such as a penalty on weights or "
+            "a learned scale. Every replica adds it, and the gradients of all replicas are added up, so it counts once "
+            "for each replica. Give it to ts.nn.scale_regularization_loss, which divides it by their number.",
             of=self,
         )
 
@@ -158,6 +200,56 @@ def _find_mean(root: Any, counts: _Counts) -> str | None:
                 seen.add(child)
                 waiting.append(child)
     return None
+
+
+def _factor_of_parameters(root: Any, counts: _Counts) -> float | None:
+    """Return by what the terms of a sum that depend on parameters only are multiplied, if others do not."""
+    if root is None:
+        return None
+    factor, has_others = None, False
+    seen, waiting = {root}, [(root, 1.0)]
+    while waiting and len(seen) < _MAX_NODES:
+        node, scale = waiting.pop()
+        children = [child for child, _ in node.next_functions if child is not None]
+        is_scaled = _is_scaled_here(node, counts)
+        if is_scaled or not (node.name().startswith(_ADDS) or (len(children) == 1 and node.name().startswith(_KEEPS))):
+            if not is_scaled and _is_of_parameters(node):
+                factor = scale
+            else:
+                has_others = True
+            continue
+        if node.name().startswith("MulBackward"):
+            number = _number(node, "_saved_other")
+            scale *= math.nan if number is None else number  # what it is can't be told
+        for child in children:
+            if child.name().endswith("AccumulateGrad"):
+                factor = scale if math.prod(child.variable.shape) == 1 else factor
+            elif child not in seen:
+                seen.add(child)
+                waiting.append((child, scale))
+    return factor if has_others else None
+
+
+def _is_scaled_here(node: Any, counts: _Counts) -> bool:
+    number = _number(node, "_saved_other") if node.name().startswith("MulBackward") else None
+    return node.name().startswith("DivBackward") or (number is not None and counts.has_factor(number))
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Say whether nothing but parameters and numbers is in what an operation makes, as far as its graph tells."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if node.name().endswith("AccumulateGrad"):
+            continue
+        children = [child for child, _ in node.next_functions]
+        is_number = _number(node, "_saved_other") is not None or _number(node, "_saved_self") is not None
+        if not node.name().startswith(_OF_PARAMETERS) or (None in children and not is_number) or len(seen) > _MAX_NODES:
+            return False
+        new = {child for child in children if child is not None} - seen
+        seen |= new
+        waiting += new
+    return True
 
 
 def _mean_of(node: Any, counts: _Counts) -> str | None:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from torchstrategy.base.log import warn_once
 
 __all__ = [
     "Adapter",
@@ -53,6 +56,19 @@ HOMES = {
     "torchstrategy.metrics.metric.Metric": "torchstrategy.metrics.sync",
 }
 
+#: Options of torch's embeddings by which a replica does with its share what one replica does with the whole batch.
+_BY_SHARE = {
+    "scale_grad_by_freq": (
+        "divides gradients by how often an index is in a replica's own share of the batch, so several replicas train "
+        "otherwise than one. Leave it out, or divide the losses of the examples by what the whole data holds."
+    ),
+    "max_norm": (
+        "changes the rows that a replica looks up on this replica only, so that the replicas' parameters differ after "
+        "the first look-up. Leave it out, and limit the rows outside `run`: "
+        "weight.copy_(torch.renorm(weight, 2, 0, limit)) in torch.no_grad()."
+    ),
+}
+
 _trace_ends: list[Callable[[str], None]] = []
 #: By ``id``: what gives the replicas' copies of an object that serves several replicas itself.
 _openers: dict[int, tuple[weakref.ref[Any], Callable[[], contextlib.AbstractContextManager[Sequence[Any]]]]] = {}
@@ -76,6 +92,10 @@ def outside_methods(cls: type) -> dict[str, OutsideMethod]:
 
 def prepare_body(body: Any, local_id: int) -> None:
     """Prepare one replica's object, by its position in the process, for its first run."""
+    if local_id == 0 and isinstance(body, (nn.Embedding, nn.EmbeddingBag)):
+        for option, what in _BY_SHARE.items():
+            if getattr(body, option):
+                warn_once(f"{type(body).__name__}({option}={getattr(body, option)!r}) {what}", of=body)
     for adapter in _adapters(type(body)):
         if adapter.prepare is not None:
             adapter.prepare(body, local_id)
