@@ -139,6 +139,17 @@ def goes_on_after_an_error() -> Any:
     raise AssertionError("the callback's error was lost")
 
 
+def catches_an_error_on_one_rank() -> str:
+    """Let a callback fail on rank 0, which catches that and lives on; return what each rank caught."""
+    model = made()
+    callbacks = [Strike(Fault("error", 0, 1), rank_of(model))]
+    try:
+        model.fit(*data(), batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+    except (OSError, ts.errors.ReplicaFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("the callback's error was lost")
+
+
 def has_nan() -> Any:
     """Train on data with one nan, in rank 1's share; return the numbers of epochs with and without a callback."""
     x, y = data()

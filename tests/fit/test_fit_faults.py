@@ -92,5 +92,13 @@ def test_an_error_that_all_ranks_catch_does_not_spoil_the_next_fit(process_pool)
     assert first[1] < first[0]
 
 
+@pytest.mark.end_to_end
+def test_an_error_that_one_rank_catches_is_told_to_the_other():
+    with ts.testing.ProcessPool(2) as pool:
+        own, told = pool.run(programs.catches_an_error_on_one_rank, timeout_s=45)
+    assert own.startswith("OSError: injected")
+    assert told.startswith("ReplicaFailedError: Rank 0 failed in Model.fit: OSError: injected")
+
+
 def test_a_loss_that_is_nan_on_one_rank_ends_the_training_on_all(process_pool):
     assert process_pool(2).run(programs.has_nan) == [[3, 1], [3, 1]]

@@ -21,12 +21,12 @@ from torchstrategy.estimator.building import Built, Definition, build, plain_str
 from torchstrategy.estimator.eval_metrics import write_eval_metrics
 from torchstrategy.estimator.session import Session, StepResult, compute_loss, detached, is_first_here, mean, total
 from torchstrategy.estimator.session_hooks import SessionRunContext, SessionRunHook, SessionRunValues
-from torchstrategy.estimator.session_loop import open_batches, reporting_failures, run_steps
+from torchstrategy.estimator.session_loop import open_batches, run_steps
 from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.estimator.warm_start import as_array
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
-from torchstrategy.strategies.default import get_replica_context
+from torchstrategy.strategies.default import get_replica_context, reporting_failures
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["EvaluationStepsHook", "evaluate_model", "predict_with_model"]
@@ -164,7 +164,7 @@ def evaluate_model(
     strategy = plain_strategy() if chosen is None else chosen
     if isinstance(strategy, BetweenGraphParameterServerStrategy):
         strategy = strategy.alone()  # a checkpoint has all values
-    with reporting_failures(strategy), seeded(definition.config.tf_random_seed):
+    with reporting_failures(strategy, "Estimator"), seeded(definition.config.tf_random_seed):
         batches = open_batches(input_fn, definition, strategy, ModeKeys.EVAL, is_distributed=chosen is not None)
         example = batches.example()
         if example is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.strategies.default import DefaultStrategy
 from torchstrategy.strategies.strategy import Strategy
 
-__all__ = ["Batches", "open_batches", "reporting_failures", "run_steps"]
+__all__ = ["Batches", "open_batches", "run_steps"]
 
 
 class Batches:
@@ -159,14 +158,3 @@ def run_steps(
             session.agree_to_stop()
             yield result.outputs
         calls.end(session)
-
-
-@contextlib.contextmanager
-def reporting_failures(strategy: Strategy) -> Iterator[None]:
-    """Tell the processes that step together of an error here, because they would wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        if strategy.workers is not None:
-            strategy.workers.report_failure("Estimator", error)
-        raise

@@ -20,14 +20,14 @@ from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.saver_hook import CheckpointInputPipelineHook, CheckpointSaverHook
 from torchstrategy.estimator.session import Session, StepResult, compute_loss, detached, is_first_here, mean
 from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook
-from torchstrategy.estimator.session_loop import open_batches, reporting_failures, run_steps
+from torchstrategy.estimator.session_loop import open_batches, run_steps
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys
 from torchstrategy.estimator.stopping_hooks import NanTensorHook
 from torchstrategy.estimator.summary_hooks import LoggingTensorHook, StepCounterHook, SummarySaverHook
 from torchstrategy.estimator.warm_start import WarmStartSettings, load_global_step, warm_start
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
-from torchstrategy.strategies.default import get_replica_context
+from torchstrategy.strategies.default import get_replica_context, reporting_failures
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Saver", "has_saved", "make_step", "skip_training", "train_model"]
@@ -65,7 +65,7 @@ def train_model(
 ) -> float | None:
     """Train until the data or a hook ends it, and return the last loss."""
     strategy, is_distributed = training_strategy(definition.config)
-    with reporting_failures(strategy), seeded(definition.config.tf_random_seed), _connected(strategy):
+    with reporting_failures(strategy, "Estimator"), seeded(definition.config.tf_random_seed), _connected(strategy):
         batches = open_batches(input_fn, definition, strategy, ModeKeys.TRAIN, is_distributed=is_distributed)
         example = batches.example()
         if example is None:
@@ -96,7 +96,7 @@ def has_saved(config: RunConfig, step: int) -> bool:
     strategy = config.train_distribute
     if strategy is None or strategy.workers is None:
         return _latest_step(config) >= step
-    with reporting_failures(strategy):
+    with reporting_failures(strategy, "Estimator"):
         reached = strategy.is_chief and _latest_step(config) >= step
         return bool(strategy.workers.broadcast_object("Estimator: whether max_steps has already saved", reached))
 

@@ -8,8 +8,9 @@ reading is a collective there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +27,22 @@ from torchstrategy.fit.rank_comparison import check_alike
 from torchstrategy.fit.step_loop import StepLoop
 from torchstrategy.fit.steps import FitPosition
 from torchstrategy.fit.validation import Validation, split_arrays
+from torchstrategy.strategies.default import reporting_failures
 
 __all__ = ["Loop"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _reported(method: _Method) -> _Method:
+    """Return the method, with its errors told to the other processes: a callback may fail on one of them."""
+
+    @functools.wraps(method)
+    def reported(self: Loop, *args: Any, **kwargs: Any) -> Any:
+        with reporting_failures(self.strategy, f"Model.{method.__name__}"):
+            return method(self, *args, **kwargs)
+
+    return reported  # type: ignore[return-value]
 
 
 class Loop(StepLoop):
@@ -41,6 +56,7 @@ class Loop(StepLoop):
     def check(arguments: Mapping[str, Any]) -> None:
         """Refuse arguments of ``compile`` that this loop can't keep; for subclasses."""
 
+    @_reported
     def fit(self, given: FitArguments) -> History:
         """Train.
 
@@ -95,6 +111,7 @@ class Loop(StepLoop):
         history: History = trainer.history
         return history
 
+    @_reported
     def evaluate(
         self,
         x: Any,
@@ -116,6 +133,7 @@ class Loop(StepLoop):
         finally:
             every.close()
 
+    @_reported
     def predict(
         self, x: Any, *, batch_size: int | None, verbose: int | str, steps: int | None, callbacks: Sequence[Any] | None
     ) -> Any:
@@ -136,6 +154,7 @@ class Loop(StepLoop):
             raise ValueError("predict(x=...): the data gave no batches, so there are no predictions.")
         return tree.map_structure(lambda *leaves: np.concatenate(leaves), outputs)
 
+    @_reported
     def on_batch(
         self, mode: str, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None
     ) -> dict[str, Any]:
@@ -159,6 +178,7 @@ class Loop(StepLoop):
                 self.run_steps(self._iterate(data), "test", _no_callbacks(self.model))
         return self.read_logs()
 
+    @_reported
     def predict_on_batch(self, x: Any) -> Any:
         """Predict for one batch of arrays."""
         outputs: list[Any] = []
