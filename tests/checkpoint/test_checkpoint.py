@@ -492,3 +492,17 @@ def test_refused_in_replica_context(prefix, num_replicas, method):
     checkpoint = ts.train.Checkpoint(value=torch.tensor(0))
     with pytest.raises(RuntimeError, match="in replica context"):
         mirrored(num_replicas).run(lambda: getattr(checkpoint, method)(prefix))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_parameters_in_another_order(prefix, num_replicas):
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        first, second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        swapped = torch.optim.SGD([second.weight, first.weight], momentum=0.9)
+        usual = torch.optim.SGD([first.weight, second.weight], momentum=0.9)
+    model = torch.nn.ModuleList([first, second])
+    path = ts.train.Checkpoint(model=model, optimizer=swapped).save(prefix)
+    ts.train.Checkpoint(model=model, optimizer=swapped).restore(path).assert_consumed()
+    with pytest.raises(ValueError, match=r"number 0 is model\.0\.weight, and was model\.1\.weight\."):
+        ts.train.Checkpoint(model=model, optimizer=usual).restore(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchstrategy.checkpoint.tracked import (
     Tracked,
     TrackedTensor,
     TrackedVariable,
+    check_parameters,
     check_tensor,
     divided_as,
     gathered,
@@ -187,7 +189,10 @@ _WAYS = ("fused", "foreach", "capturable")
 
 
 class TrackedOptimizer(Tracked):
-    """An optimizer. Its parameters have no names, so their shapes are kept, to notice another model's optimizer."""
+    """An optimizer. It numbers its parameters: shapes, and names if the checkpoint has them, tell another order."""
+
+    #: By ``id``, the names of the parameters of the checkpoint's modules.
+    names: Mapping[int, str] = MappingProxyType({})
 
     @property
     def is_collective(self) -> bool:
@@ -199,7 +204,7 @@ class TrackedOptimizer(Tracked):
         if any(None in group for group in shapes):
             raise ValueError(no_shape_message(f"A parameter of {self.name}"))
         state = to_plain(gathered(self.obj.state_dict()), self.name)
-        return {"class": self._class_name(), "shapes": shapes, "state": state}
+        return {"class": self._class_name(), "shapes": shapes, "names": self._known_names(), "state": state}
 
     def plan(self, state: Any, strategy: Any) -> Plan:  # noqa: ARG002
         if state["class"] != self._class_name():
@@ -207,13 +212,7 @@ class TrackedOptimizer(Tracked):
                 f"The checkpoint's {self.name} is of class {state['class']}, the object is of class "
                 f"{self._class_name()}. Restore it into an optimizer of the same class, or leave it out."
             )
-        for group, (saved, own) in enumerate(_zip_longest(state["shapes"], self._shapes())):
-            if not _same_shapes(saved, own):
-                raise ValueError(
-                    f"Parameter group {group} of {self.name} does not fit the checkpoint's. "
-                    f"{_first_difference(saved, own)} Build the optimizer with the same parameters in the same order "
-                    "as when it was saved."
-                )
+        check_parameters(self.name, state, self._shapes(), self._known_names())
         return Plan(lambda: self._load(state["state"]), [self.name])
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -237,6 +236,9 @@ class TrackedOptimizer(Tracked):
 
     def _class_name(self) -> str:
         return type(bodies(self.obj)[0]).__name__
+
+    def _known_names(self) -> list[str | None]:
+        return [self.names.get(id(p)) for group in self.obj.param_groups for p in group["params"]]
 
     def _shapes(self) -> list[list[list[int] | None]]:
         """Return each group's shapes; a lazy module's parameter has none yet."""
@@ -333,7 +335,16 @@ def track_object(name: str, obj: Any) -> Tracked:
 
 def track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
     """Return what saves and restores each object of a structure."""
-    return {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
+    tracked = {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
+    optimizers = [item for item in tracked.values() if isinstance(item, TrackedOptimizer)]
+    modules = (
+        {name: item.obj for name, item in tracked.items() if isinstance(item, TrackedModule)} if optimizers else {}
+    )
+    for name, module in modules.items():
+        names = {id(parameter): f"{name}.{path}" for path, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            optimizer.names = {**names, **optimizer.names}
+    return tracked
 
 
 def capture_together(tracked: Mapping[str, Tracked], strategy: Any, path: str) -> Callable[[], dict[str, Any]]:
@@ -381,19 +392,3 @@ def _check_metric(name: str, saved: dict[str, Any], metric: Any) -> None:
 
 def _shape(value: Any) -> str:
     return "a list" if isinstance(value, list) else f"a tensor of shape {tuple(value.shape)}"
-
-
-def _zip_longest(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
-    length = max(len(first), len(second))
-    return list(zip(first + [[]] * (length - len(first)), second + [[]] * (length - len(second)), strict=True))
-
-
-def _same_shapes(saved: list[Any], own: list[Any]) -> bool:
-    return len(saved) == len(own) and all(b is None or a == b for a, b in zip(saved, own, strict=True))
-
-
-def _first_difference(saved: list[Any], own: list[Any]) -> str:
-    if len(saved) != len(own):
-        return f"It has {len(own)} parameters, the checkpoint's has {len(saved)}."
-    index = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if not _same_shapes(*([p] for p in pair)))
-    return f"Its parameter {index} has shape {tuple(own[index])}, the checkpoint's has shape {tuple(saved[index])}."

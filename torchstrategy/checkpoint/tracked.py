@@ -30,6 +30,7 @@ __all__ = [
     "Tracked",
     "TrackedTensor",
     "TrackedVariable",
+    "check_parameters",
     "check_tensor",
     "divided_as",
     "gathered",
@@ -94,6 +95,51 @@ def gathered(value: Any) -> Any:
         return value
     whole = value.detach().full_tensor()
     return whole.cpu() if keeps_parts.get() else whole.new_empty(0)
+
+
+def check_parameters(name: str, saved: Mapping[str, Any], shapes: list[Any], names: list[str | None]) -> None:
+    """Check that an optimizer has the checkpoint's parameters, in the same order.
+
+    Args:
+        name: the optimizer's.
+        saved: what the checkpoint has of it.
+        shapes: for each group those of its parameters; ``None`` for what has none yet.
+        names: of all parameters, ``None`` for unknown ones; where a checkpoint has none, only shapes tell.
+
+    Raises:
+        ValueError: they are others, or in another order.
+    """
+    for group, (then, now) in enumerate(_zip_longest(saved["shapes"], shapes)):
+        if not _same_shapes(then, now):
+            raise ValueError(
+                f"Parameter group {group} of {name} does not fit the checkpoint's. {_first_difference(then, now)} "
+                "Build the optimizer with the same parameters in the same order as when it was saved."
+            )
+    known = saved.get("names", [])
+    if known == names or None in known or Counter(known) != Counter(names):
+        return
+    index = next(i for i, (then, now) in enumerate(zip(known, names, strict=True)) if then != now)
+    raise ValueError(
+        f"The parameters of {name} are in another order than in the checkpoint: number {index} is {names[index]}, and "
+        f"was {known[index]}. An optimizer knows them by their numbers. Build it with the same parameters in the same "
+        "order as when it was saved."
+    )
+
+
+def _zip_longest(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+    length = max(len(first), len(second))
+    return list(zip(first + [[]] * (length - len(first)), second + [[]] * (length - len(second)), strict=True))
+
+
+def _same_shapes(saved: list[Any], own: list[Any]) -> bool:
+    return len(saved) == len(own) and all(b is None or a == b for a, b in zip(saved, own, strict=True))
+
+
+def _first_difference(saved: list[Any], own: list[Any]) -> str:
+    if len(saved) != len(own):
+        return f"It has {len(own)} parameters, the checkpoint's has {len(saved)}."
+    index = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if not _same_shapes(*([p] for p in pair)))
+    return f"Its parameter {index} has shape {tuple(own[index])}, the checkpoint's has shape {tuple(saved[index])}."
 
 
 def divided_as(value: Any, own: Any) -> Any:
