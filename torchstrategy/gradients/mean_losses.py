@@ -243,13 +243,21 @@ def _is_of_parameters(node: Any) -> bool:
         if node.name().endswith("AccumulateGrad"):
             continue
         children = [child for child, _ in node.next_functions]
-        is_number = _number(node, "_saved_other") is not None or _number(node, "_saved_self") is not None
-        if not node.name().startswith(_OF_PARAMETERS) or (None in children and not is_number) or len(seen) > _MAX_NODES:
+        if not node.name().startswith(_OF_PARAMETERS) or len(seen) > _MAX_NODES:
+            return False
+        if None in children and not _takes_number(node):
             return False
         new = {child for child in children if child is not None} - seen
         seen |= new
         waiting += new
     return True
+
+
+def _takes_number(node: Any) -> bool:
+    """Say whether what an operation of scalars combines with parameters is a number, such as the 0 of a sum."""
+    if not _is_scalar(node):  # asking for saved tensors could compute them anew
+        return False
+    return node.name().startswith(_ADDS) or _number(node, "_saved_other") is not None
 
 
 def _mean_of(node: Any, counts: _Counts) -> str | None:
