@@ -211,3 +211,91 @@ def test_shapes_that_depend_on_the_share(strategy):
     model, optimizer = make(strategy, Cache)
     step_on(strategy, model, optimizer, torch.arange(7.0), 7)
     assert [len(body.last) for body in bodies(model)] == ([4, 3] if strategy.num_replicas_in_sync == 2 else [3, 3, 1])
+
+
+class Late(nn.Module):
+    """Has a buffer that comes or gets its value after the module was taken up: in ``forward``, or between runs."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.inner = nn.Identity()
+        self.when = when
+        if when == "filled in run":
+            self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if self.when == "registered in run" and not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(1))
+        if self.when != "registered in run" and getattr(self, "mean", None) is None:
+            self.mean = x.mean().reshape(1) if self.when == "filled in run" else None
+        elif self.mean is not None:
+            self.mean = self.mean + x.mean()
+        self.inner(x)
+        return self.weight * x.sum()
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        self.mean += x.mean()
+
+
+def means_of_late_buffers(devices, when):
+    """Return what a buffer holds that adds up the means of its replica's shares, 0.5 and 2.5 in each of two steps."""
+    strategy = ts.MirroredStrategy(devices)
+    model, optimizer = make(strategy, lambda: Late("" if when.endswith("between runs") else when))
+    if when.endswith("between runs"):
+        step_on(strategy, model, optimizer, torch.arange(4.0), 4)
+        if when.startswith("registered"):
+            del model.mean
+            model.register_buffer("mean", torch.zeros(1))
+        else:
+            model.inner = Inner()
+    for _ in range(2):
+        step_on(strategy, model, optimizer, torch.arange(4.0), 4)
+    owner = model.inner if when.startswith("in a module") else model
+    return [mean.item() for mean in strategy.experimental_local_results(strategy.run(lambda: owner.mean))]
+
+
+WHEN = ["registered in run", "filled in run", "registered between runs", "in a module that is put in between runs"]
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_buffers_that_come_late(when):
+    assert means_of_late_buffers(["cpu:0", "cpu:1"], when) == [3.0, 3.0]
+
+
+def means_on_a_rank():
+    return [means_of_late_buffers(None, when) for when in WHEN]
+
+
+def buffer_of_a_shares_shape():
+    strategy = ts.MirroredStrategy()
+    model, optimizer = make(strategy, Shaped)
+    for _ in range(2):
+        step_on(strategy, model, optimizer, torch.arange(3.0), 3)
+    return len(model.seen), model.mean.item()
+
+
+class Shaped(Late):
+    """Keeps what it has seen, of another shape where a share is of another size; and a buffer for all ranks."""
+
+    def __init__(self):
+        super().__init__("registered in run")
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen = x
+        return super().forward(x)
+
+
+def test_processes_synchronise_buffers_that_come_late(process_pool):
+    assert process_pool(2).run(means_on_a_rank) == [[[3.0]] * len(WHEN)] * 2
+
+
+def test_a_buffer_that_processes_have_with_other_shapes_is_their_own(process_pool):
+    assert process_pool(2).run(buffer_of_a_shares_shape) == [(2, 2.5), (1, 2.5)]

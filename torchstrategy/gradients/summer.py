@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import operator
 import weakref
+import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,6 +91,7 @@ class _Record(NamedTuple):
         writes: how often the optimizer's parameters were written to.
         low_rank: digest of the state of sums of low rank.
         early: the plan and the number of what was started early.
+        buffers: digest of which buffers there are.
         shard: of an optimizer whose states are split over ranks, how often this rank's part was loaded, and how many of
             its steps did not come to their end.
     """
@@ -101,6 +104,7 @@ class _Record(NamedTuple):
     writes: int = 0
     low_rank: int = 0
     early: list[int] | None = None
+    buffers: int = 0
     shard: list[int] | None = None
 
 
@@ -192,12 +196,15 @@ class GradientSummer:
         plan, looks = self._look_at(parts)
         # Whose buffers go with divided parameters isn't known: at times their modules show others.
         slots = self._buffers.candidates(0 if plan is None or parts[0].is_divided else plan.number, firsts)
-        found = self._exchange(*self._describe(plan, slots, parts, looks), plan, parts)
+        record, masks = self._describe(plan, slots, parts, looks)
+        found = self._exchange(record, masks, plan, parts)
         if plan is None and parts[0].is_divided and (optimizer := parts[0].optimizer) is not None:
             plan = self._all_divided.setdefault(optimizer, Plan(0, (), ()))
         if plan is not None:
             self._look_at_losses(plan, parts)
         dense, sparse, marked, unmarked, changed, *_ = found.masks
+        if any(row.buffers != record.buffers for row in found.records):
+            slots, changed = self._common_buffers(slots, masks.buffers)
         if marked & unmarked:
             raise RuntimeError(
                 "Some replicas have already summed gradients that others have not. Every replica must call "
@@ -291,6 +298,7 @@ class GradientSummer:
         changed = 0
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
+        buffers = zlib.crc32("\n".join(self._buffers.layout(slots)).encode()) if slots and self._workers else 0
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self.early.report(plan, firsts) if self.early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
@@ -306,7 +314,7 @@ class GradientSummer:
         if early is not None:
             begun = [early.plan, early.opened]
             masks = masks._replace(started=(1 << early.num_started) - 1, stale=early.stale)
-        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun, loads), masks
+        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun, buffers, loads), masks
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -401,6 +409,22 @@ class GradientSummer:
         total = total.coalesce()
         for parameter, device in zip(column, self._placement.devices, strict=True):
             parameter.grad = total.to(tensor_device(device), copy=True)
+
+    def _common_buffers(self, slots: Sequence[Slot], own: int) -> tuple[list[Slot], int]:
+        """Return which buffers all processes have, in one order, and a mask of those that some process has changed.
+
+        Args:
+            slots: of this process's buffers.
+            own: a mask of those that it has changed.
+        """
+        names = self._buffers.layout(slots)
+        row = [names, [names[k] for k in _positions(own)]]
+        rows = [row] if self._workers is None else self._workers.exchange("the comparison of buffers", row)
+        counts = [Counter(row) for row, _ in rows]
+        common = [name for name in rows[0][0] if all(count[name] == 1 for count in counts)]
+        changed = set().union(*[row for _, row in rows])
+        by_name = dict(zip(names, slots, strict=True))
+        return [by_name[name] for name in common], sum((name in changed) << k for k, name in enumerate(common))
 
     def _sync_buffers(self, slots: Sequence[Slot], had_examples: Sequence[bool], count: int) -> None:
         """Average buffers over the replicas that had examples.

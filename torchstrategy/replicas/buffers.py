@@ -22,6 +22,8 @@ __all__ = ["BufferSync"]
 class BufferSync:
     """Averages changed floating-point buffers over the replicas that had examples; others take replica 0's value.
 
+    Processes average those that all of them have, with equal shapes: one may come late, or follow a replica's share.
+
     An optimizer's step brings together the buffers of the modules that it trains: those of another optimizer's may be
     in use, between their forward and backward pass.
 
@@ -35,6 +37,8 @@ class BufferSync:
         self._slots = slots
         self._stamps: dict[int, tuple[Any, ...]] = {}
         self._silent = _SilentWrites(record.written_past)
+        #: The qualified names of buffers, and of which they are.
+        self._names: tuple[list[tuple[int, str]], list[str]] = ([], [])
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
@@ -64,6 +68,19 @@ class BufferSync:
         if known is None or known[0] != state:
             known = self._of_plan[number] = (state, self._trained_by(parameters))
         return [(dicts, name) for dicts, name in found if id(dicts[0]) in known[1]]
+
+    def layout(self, slots: Sequence[Slot]) -> list[str]:
+        """Return the qualified names, dtypes and shapes of buffers, by which ranks know them."""
+        keys = [(id(dicts[0]), name) for dicts, name in slots]
+        if keys != self._names[0]:
+            paths: dict[int, str] = {}
+            modules = [bodies(obj)[0] for obj in self.record if isinstance(obj, nn.Module)]
+            for module in sorted(modules, key=lambda module: -len(list(module.modules()))):  # the outer ones first
+                for path, child in module.named_modules():
+                    paths.setdefault(id(child._buffers), f"{type(module).__name__}.{path}")
+            self._names = keys, [f"{paths.get(key)}.{name}" for key, name in keys]
+        own = [dicts[0][name] for dicts, name in slots]
+        return [f"{n} {tensor.dtype} {list(tensor.shape)}" for n, tensor in zip(self._names[1], own, strict=True)]
 
     def _trained_by(self, parameters: Sequence[Tensor]) -> frozenset[int]:
         """Return the ids of the dictionaries of buffers that go with some parameters.

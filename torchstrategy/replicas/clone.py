@@ -155,7 +155,11 @@ class ReplicaSet:
 
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer lives, on each replica."""
-        of_modules = [slot for mirror in self._mirrors() if mirror.is_module for slot in tensors_of(mirror).slots]
+        of_modules: list[Slot] = []
+        for mirror in self._mirrors():
+            if mirror.is_module:
+                mirror.is_stale = mirror.is_stale or tensors_of(mirror).has_other_buffers()
+                of_modules += tensors_of(mirror).slots
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def optimizers(self) -> list[tuple[Optimizer, ...]]:

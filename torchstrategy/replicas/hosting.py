@@ -177,6 +177,9 @@ class DirectHosting(Hosting):
         self._replica = placement.first_replica
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
+        #: The dictionaries of buffers and of modules in which the slots were found, and what was there.
+        self._looked_in: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+        self._seen: tuple[int, list[int]] = (0, [])
         self._lock = threading.RLock()
         self.run_hooks = None
 
@@ -262,7 +265,7 @@ class DirectHosting(Hosting):
 
     @override
     def slots(self) -> list[Slot]:
-        if self._slots is None:
+        if self._slots is None or self._look() != self._seen:
             self._slots = self._find_slots()
         if not self._record.tensor_references:
             return self._slots
@@ -276,19 +279,29 @@ class DirectHosting(Hosting):
     def original(self, obj: Any) -> Any:
         return None
 
+    def _look(self) -> tuple[int, list[int]]:
+        """Return how many buffers there are, and which modules are in others."""
+        buffers, children = self._looked_in
+        count = sum([value is not None for own in buffers for value in own.values()])
+        return count, [id(child) for own in children for child in own.values()]
+
     def _find_slots(self) -> list[Slot]:
         found: list[Slot] = []
         seen: set[int] = set()
+        self._looked_in = ([], [])
         for obj in self._record:
             if not isinstance(obj, nn.Module):
                 continue
             for module in obj.modules():
                 if id(module) not in seen:
                     seen.add(id(module))
+                    for kind, dicts in zip(("_buffers", "_modules"), self._looked_in, strict=True):
+                        dicts += [own] if isinstance(own := module.__dict__.get(kind), dict) else []
                     for own in (module._parameters, module._buffers):
                         if not isinstance(own, dict):  # TorchScript's view, which has no `get`
                             own = dict(own.items())
                         found.extend(((own,), name) for name, value in own.items() if value is not None)
+        self._seen = self._look()
         return found
 
 

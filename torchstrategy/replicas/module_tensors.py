@@ -26,6 +26,8 @@ class ModuleTensors:
         self.slots = _slots_of(mirror, "_parameters")
         self._num_parameters = len(self.slots)
         self.slots += _slots_of(mirror, "_buffers")
+        self._buffers = [body.__dict__["_buffers"] for body in mirror.bodies]
+        self._num_buffers = self._count_buffers()
         old: dict[str, Stamp] = {}
         if before is not None:
             old = {name: stamp for (_, name), stamp in zip(before.slots, before._stamps, strict=True)}
@@ -41,6 +43,13 @@ class ModuleTensors:
         self._belongings: dict[str, Belongings] = {
             name: known.get(name) or belongings_of(dicts[0][name]) for dicts, name in self._parameters()
         }
+
+    def has_other_buffers(self) -> bool:
+        """Say whether a replica has registered a buffer, or filled one that was ``None``: a facade hears of no body."""
+        return self._count_buffers() != self._num_buffers
+
+    def _count_buffers(self) -> int:
+        return sum([value is not None for own in self._buffers if own for value in own.values()])
 
     def changes(self) -> list[tuple[Slot, Stamp, Stamp]]:
         """Return the slots that changed on replica 0 since ``note``, with what they were and are."""
@@ -96,7 +105,7 @@ def tensors_of(mirror: Mirror) -> ModuleTensors:
 
 def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:
     dicts = tuple(body.__dict__[kind] for body in mirror.bodies)
-    return [(dicts, name) for name, value in dicts[0].items() if value is not None]
+    return [(dicts, name) for name in dicts[0] if all(own.get(name) is not None for own in dicts)]
 
 
 def _unknown(stamp: Stamp) -> Stamp:
