@@ -274,6 +274,55 @@ def summed_by_hand(model, optimizer, loss, run):
     optimizer.step()
 
 
+def _all_reduced(grad):
+    return ts.get_replica_context().all_reduce("mean", grad)
+
+
+OWN_SUM = "the same on all replicas, and it has called `all_reduce`"
+
+
+@refused(OWN_SUM)
+def summed_by_hand_and_not_said_so(model, optimizer, loss, run):
+    optimizer.zero_grad()
+    loss().backward()
+    model.weight.grad = _all_reduced(model.weight.grad)
+    optimizer.step()
+
+
+@refused(OWN_SUM)
+def summed_by_hand_in_place(model, optimizer, loss, run):
+    optimizer.zero_grad()
+    loss().backward()
+    model.weight.grad.copy_(_all_reduced(torch.cat([model.weight.grad])))
+    optimizer.step()
+
+
+@refused(OWN_SUM)
+def computed_and_summed_by_hand(model, optimizer, loss, run):
+    (model.weight.grad,) = map(_all_reduced, torch.autograd.grad(loss(), model.weight))
+    optimizer.step()
+
+
+@right
+def replaced_and_a_loss_reduced(model, optimizer, loss, run):
+    optimizer.zero_grad()
+    loss().backward()
+    _all_reduced(torch.ones(()))
+    if ts.get_replica_context().replica_id_in_sync_group == 0:
+        model.weight.grad = model.weight.grad.clone()
+    optimizer.step()
+
+
+@right
+def replaced_after_the_sum_and_a_loss_reduced(model, optimizer, loss, run):
+    optimizer.zero_grad()
+    loss().backward()
+    sum_now(optimizer)
+    _all_reduced(torch.ones(()))
+    model.weight.grad = model.weight.grad.clone()
+    optimizer.step()
+
+
 @right
 def computed_with_a_graph(model, optimizer, loss, run):
     optimizer.zero_grad()

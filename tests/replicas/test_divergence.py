@@ -385,3 +385,72 @@ def test_embeddings_that_depend_on_a_share_are_warned_of(strategy):
     assert len(messages) == len(layers) - 1
     assert messages[0].startswith("Embedding(max_norm=1.0) changes the rows that a replica looks up")
     assert messages[1].startswith("EmbeddingBag(scale_grad_by_freq=True) divides gradients by how often")
+
+
+def by_hand(model, optimizer, average, loss):
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.data -= 0.1 * gradient
+
+
+def by_backward(model, optimizer, average, loss):
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+def by_an_optimizer(model, optimizer, average, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def by_summed_gradients(model, optimizer, average, loss):
+    gradients = ts.get_replica_context().all_reduce("SUM", torch.autograd.grad(loss, list(model.parameters())))
+    with torch.no_grad():
+        torch._foreach_sub_(list(model.parameters()), gradients, alpha=0.1)
+
+
+def by_accumulation(model, optimizer, average, loss):
+    loss.backward()
+    with torch.no_grad():
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.5)
+
+
+def by_an_average_alone(model, optimizer, average, loss):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+LONE, IN_STEP = [by_hand, by_backward], [by_an_optimizer, by_summed_gradients, by_accumulation, by_an_average_alone]
+
+
+def warnings_of_updates(devices=None):
+    return {update.__name__: warnings_of_update(update, devices) for update in (*LONE, *IN_STEP)}
+
+
+def warnings_of_update(update, devices):
+    strategy = ts.MirroredStrategy(devices)
+    model, optimizer = make(strategy)
+    with strategy.scope():
+        average = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
+
+    def step():
+        update(model, optimizer, average, model(torch.full((1, 2), replica_id() + 1.0)).sum())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            strategy.run(step)
+    return [str(warning.message) for warning in caught]
+
+
+def test_processes_that_update_by_their_own_gradients_are_warned_of(process_pool):
+    for found in process_pool(2).run(warnings_of_updates):
+        for update in LONE:
+            (text,) = found.pop(update.__name__)
+            assert "changed a parameter (shape (1, 2)), but has met no other process" in text
+        assert found == {update.__name__: [] for update in IN_STEP}
+    assert all(text == [] for text in warnings_of_updates(["cpu:0"]).values())

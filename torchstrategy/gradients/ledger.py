@@ -400,6 +400,18 @@ class GradientLedger:
             return False
         return note.version != grad._version and not are_cleared([(note, grad)])[0]
 
+    def was_replaced(self, parameter: Tensor) -> bool:
+        """Say whether the program has put another tensor in the place of a gradient that a backward pass has left."""
+        note, grad = self._notes.get(id(parameter)), parameter.grad
+        return note is not None and grad is not None and note.state is State.LOCAL and note.gradient() is not grad
+
+    def is_the_programs(self, parameter: Tensor) -> bool:
+        """Say whether the program has assigned a gradient, or changed one that is no sum as far as is known."""
+        note, grad = self._notes.get(id(parameter)), parameter.grad
+        if note is None or grad is None or note.state not in (State.LOCAL, State.UNKNOWN, State.APPLIED):
+            return False
+        return note.gradient() is not grad or note.version != grad._version
+
     def take(self, parameter: Tensor) -> Note | None:
         """Return what is known of a parameter's gradient, for ``put``."""
         self.hear()

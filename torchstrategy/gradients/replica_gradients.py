@@ -70,6 +70,11 @@ class ReplicaGradients:
         """Return the ids of the parameters of one replica's recorded modules."""
         return self._parameters[local_id]
 
+    def local_parameters(self) -> list[Tensor]:
+        """Return the parameters of this process's first replica."""
+        references = self._parameters[0].values()
+        return [parameter for reference in references if (parameter := reference()) is not None]
+
     def refresh(self) -> None:
         """Look again at which parameters the recorded modules have.
 

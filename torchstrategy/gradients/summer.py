@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 
+#: In so many first sums of a strategy one looks at gradients that the program has changed.
+_NUM_LOOKS_AT_EDITS = 10
 _Value = TypeVar("_Value")
 
 
@@ -92,6 +94,7 @@ class _Record(NamedTuple):
         low_rank: digest of the state of sums of low rank.
         early: the plan and the number of what was started early.
         buffers: digest of which buffers there are.
+        reduced: fingerprints of gradients that may be the program's own sums, if all local replicas hold the same.
         shard: of an optimizer whose states are split over ranks, how often this rank's part was loaded, and how many of
             its steps did not come to their end.
     """
@@ -105,6 +108,7 @@ class _Record(NamedTuple):
     low_rank: int = 0
     early: list[int] | None = None
     buffers: int = 0
+    reduced: list[int] | None = None
     shard: list[int] | None = None
 
 
@@ -210,6 +214,7 @@ class GradientSummer:
                 "Some replicas have already summed gradients that others have not. Every replica must call "
                 "`sum_gradients` for the same optimizers."
             )
+        _refuse_own_sums([row.reduced for row in found.records])
         edited = _settle_doubts([row.doubts for row in found.records], firsts)
         todo = (dense | sparse) & ~(marked | edited)
         with torch.no_grad():
@@ -248,7 +253,7 @@ class GradientSummer:
     def _look_for_edits(self, parts: Sequence[GradientSum]) -> None:
         """Warn of gradients that were clipped before the sum; only now and then, for it may wait for an accelerator."""
         self._num_calls += 1
-        if (self._num_calls <= 10 or self._num_calls % self._check_every == 0) and self._are_edited(parts):
+        if self._looks_at_edits() and self._are_edited(parts):
             warn_once(
                 "A gradient was changed in place between `backward` and its sum over replicas. If it was clipped, "
                 "this replica's part was clipped and not the gradient of the whole batch: call "
@@ -256,6 +261,9 @@ class GradientSummer:
                 f"(A factor that is the same on all replicas does no harm.) The sum was made at {call_site()}.",
                 of=self,
             )
+
+    def _looks_at_edits(self) -> bool:
+        return self._num_calls <= _NUM_LOOKS_AT_EDITS or self._num_calls % self._check_every == 0
 
     def _are_edited(self, parts: Sequence[GradientSum]) -> bool:
         return any(self.ledger.was_edited(parameter) for part in parts for parameter in part.parameters)
@@ -265,8 +273,8 @@ class GradientSummer:
         is_new = plan.num_sums == 0
         plan.num_sums += 1
         if plan.num_sums <= NUM_LOOKS:
-            is_edited = self._are_edited(parts)
             parameters = [parameter for part in parts for parameter in part.parameters]
+            is_edited = self._are_edited(parts) or any(map(self.ledger.was_replaced, parameters))
             self.mean_losses.before_sum(parameters, is_new=is_new, is_edited=is_edited)
 
     def _describe(
@@ -278,7 +286,8 @@ class GradientSummer:
         doubts: list[list[Any]] = []
         for look in looks:
             dense, sparse = dense | look.dense, sparse | look.sparse
-        if sparse or not all(look.are_as_made for look in looks):
+        are_as_made = not sparse and all(look.are_as_made for look in looks)
+        if not are_as_made:
             columns = zip(*[look.gradients for look in looks], strict=True)
             states = zip(*[self._states(part) for part in parts], strict=True)
             for k, (column, found) in enumerate(zip(columns, states, strict=True)):
@@ -298,6 +307,7 @@ class GradientSummer:
         changed = 0
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
+        reduced = None if are_as_made else self._sums_of_the_program(parts)
         buffers = zlib.crc32("\n".join(self._buffers.layout(slots)).encode()) if slots and self._workers else 0
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self.early.report(plan, firsts) if self.early and plan is not None else None
@@ -314,7 +324,25 @@ class GradientSummer:
         if early is not None:
             begun = [early.plan, early.opened]
             masks = masks._replace(started=(1 << early.num_started) - 1, stale=early.stale)
-        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun, buffers, loads), masks
+        return _Record(digest, number, step, doubts, rates, writes, low_rank, begun, buffers, reduced, loads), masks
+
+    def _sums_of_the_program(self, parts: Sequence[GradientSum]) -> list[int] | None:
+        """Return fingerprints of the gradients that the program may have summed itself.
+
+        On accelerators, for which that waits, only now and then, as of what was clipped.
+
+        Sums are equal on all replicas. So if one is not, all are the replicas' own, whatever was done to them.
+        """
+        waits = self._placement.devices[0].type != "cpu" and not self._looks_at_edits()
+        if waits or any(part.is_fresh for part in parts):
+            return None
+        rows = []
+        for part in parts:
+            if not getattr(part.run, "has_all_reduced", False):
+                return None
+            assigned = [p.grad for p in part.parameters if self.ledger.is_the_programs(p) and p.grad is not None]
+            rows.append(fingerprints([grad for grad in assigned if not grad.is_sparse and bool(grad.any())]))
+        return list(rows[0]) if all(row == rows[0] for row in rows) else None
 
     def _states(self, part: GradientSum) -> list[State]:
         """Say of each of a replica's gradients whether it is to be summed."""
@@ -487,6 +515,17 @@ def _settle_doubts(rows: Sequence[Sequence[Sequence[Any]]], parameters: Sequence
         if not is_edited:
             raise RuntimeError(doubt(k, parameters[k]))
     return sum(1 << k for k, *_ in rows[0])
+
+
+def _refuse_own_sums(rows: Sequence[list[int] | None]) -> None:
+    """Refuse gradients that the program seems to have summed itself, of which each process brings fingerprints."""
+    if rows[0] and all(row == rows[0] for row in rows):
+        raise RuntimeError(
+            "Gradients that this run has changed or assigned are the same on all replicas, and it has called "
+            "`all_reduce`. If they are sums or means over the replicas, which must not be added up once more, call "
+            "`ts.get_replica_context().mark_summed(optimizer)` before `optimizer.step()`; if they are the replicas' "
+            f"own, `sum_gradients(optimizer, fresh=True)`. (The sum was to be made at {call_site()}.)"
+        )
 
 
 def doubt(k: int, parameter: Tensor) -> str:

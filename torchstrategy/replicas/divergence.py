@@ -1,4 +1,4 @@
-"""Looks for what replicas must not do to each other's tensors and hyper-parameters, every ``check_every`` runs."""
+"""Looks for what replicas must not do to tensors and hyper-parameters that all hold alike."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchstrategy.base.log import warn_once
 from torchstrategy.errors import DivergenceError
-from torchstrategy.replicas.fingerprints import have_equal_bits
+from torchstrategy.replicas.dtensors import is_dtensor
+from torchstrategy.replicas.fingerprints import fingerprints, have_equal_bits
 from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
     "DivergenceCheck",
+    "LoneUpdates",
     "check_copies",
     "check_rows",
     "describe_divergence",
@@ -220,6 +223,62 @@ class DivergenceCheck:
         found = differences_between_copies(self._slots, self._name)
         if found:
             raise DivergenceError(describe_divergence(*found[0]))
+
+
+#: At so many parameters a process looks, from both ends of the model, and only at those of up to so many elements.
+_NUM_LOOKED_AT, _NUMBERS_LOOKED_AT = 6, 1 << 16
+#: Looks wait for an accelerator, so there are no more than these.
+_NUM_LOOKS_AT_ACCELERATORS = 10
+
+
+class LoneUpdates:
+    """Notices that a process changes parameters by its own gradients, in a run in which it has met no other process.
+
+    Nothing compares the processes of a program that updates by hand and forgets to sum, so each looks at itself: in its
+    first run, and in runs after one that has computed gradients and met nobody, such as those of an accumulation.
+
+    Args:
+        parameters: returns the process's parameters.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+        self._is_due = True
+        self._num_looks = 0
+        self._before: list[tuple[Tensor, int]] = []
+
+    def before_run(self) -> None:
+        """Remember what some parameters hold, if the last run makes it worth while."""
+        if not self._is_due:
+            return
+        trained = [p for p in self._parameters() if p.requires_grad and p.layout is torch.strided and not p.is_meta]
+        trained = [p for p in trained if 0 < p.numel() <= _NUMBERS_LOOKED_AT and not is_dtensor(p)]
+        ends = trained[: _NUM_LOOKED_AT // 2] + trained[_NUM_LOOKED_AT // 2 :][-_NUM_LOOKED_AT // 2 :]
+        if all(p.is_cpu for p in ends) or self._num_looks < _NUM_LOOKS_AT_ACCELERATORS:
+            self._num_looks += 1
+            self._before = list(zip(ends, fingerprints(ends), strict=True))
+
+    def after_run(self, contexts: Sequence[Any], *, has_failed: bool) -> None:
+        """Warn if they were changed.
+
+        Args:
+            contexts: the replicas', which know whether they have computed gradients, and met others.
+            has_failed: whether the run has ended by an error.
+        """
+        before, self._before = self._before, []
+        self._is_due = any(c.has_computed for c in contexts) and not any(c.has_met for c in contexts)
+        if not self._is_due or has_failed or not before:
+            return
+        now = fingerprints([parameter for parameter, _ in before])
+        changed = [tuple(p.shape) for (p, was), number in zip(before, now, strict=True) if was != number]
+        if changed:
+            warn_once(
+                f"A run has computed gradients and changed a parameter (shape {changed[0]}), but has met no other "
+                "process. Each process has the gradients of its own share: if they were applied, the processes now "
+                "train apart. Update by `optimizer.step()`, or by gradients that went through "
+                '`ts.get_replica_context().all_reduce("SUM", gradient)`.',
+                of=self,
+            )
 
 
 def describe_divergence(name: str, shape: Sequence[int], text: str) -> str:

@@ -34,6 +34,7 @@ from torchstrategy.gradients.sync_batch_norm import serve_layers_of_torch
 from torchstrategy.gradients.sync_check import check_sync
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.divergence import LoneUpdates
 from torchstrategy.replicas.hosting import DirectHosting, Hosting
 from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.on_read import make_variable
@@ -111,6 +112,9 @@ class Strategy:
         self._running: tuple[ReplicaContext, ...] = ()
         sharded = None if sharded_classes is None or workers is None else ShardedStates(workers, sharded_classes)
         self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every, sharded)
+        self._lone_updates: LoneUpdates | None = None
+        if workers is not None:
+            self._lone_updates = LoneUpdates(self.gradients.local_parameters)
         if placement.num_replicas > 1:
             for serve in (install, serve_layers_of_torch, serve_lone_values):
                 serve(self)
@@ -584,7 +588,10 @@ class Strategy:
     ) -> list[Any]:
         """Call ``fn`` once for each context and return the results."""
         outer, has_failed = self._running, True
+        lone = None if self.hosting.run_hooks is not None or outer else self._lone_updates  # one copy steps for all
         try:
+            if lone is not None:
+                lone.before_run()
             self.gradients.ledger.begin_run()
             if self.num_replicas_in_sync > 1:
                 watch(self)
@@ -600,6 +607,8 @@ class Strategy:
         finally:
             self._running = outer
             self.gradients.end_run(has_failed=has_failed)
+            if lone is not None:
+                lone.after_run(contexts, has_failed=has_failed)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
         """Combine one value over all replicas."""
