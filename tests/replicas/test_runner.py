@@ -339,3 +339,15 @@ def test_a_late_merge_point_is_a_mismatch_and_unwinds():
     assert unwound == [True]
     assert runner.run([lambda: summed(runner, 0), lambda: summed(runner, 1)], str) == [3, 3]
     runner.close()
+
+
+def test_a_dict_by_parameter_that_was_made_outside_is_named(strategy):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    rates = dict.fromkeys(model.parameters(), 0.1)
+    with pytest.raises(KeyError) as caught:
+        strategy.run(lambda: [rates[parameter] for parameter in model.parameters()])
+    assert "A dict by parameter that was made outside `run` has those of replica 0" in caught.value.__notes__[1]
+    with pytest.raises(KeyError) as caught:
+        strategy.run(lambda: {}["name"])
+    assert "A dict by parameter" not in "".join(caught.value.__notes__)

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from torchstrategy.base.log import add_note
 from torchstrategy.base.stalls import Stall, Waiting, stacks_of_threads, watch_for_stalls
 
@@ -398,3 +400,10 @@ def _take_results(threads: Sequence[_ReplicaThread]) -> list[Any]:
 def _note(error: BaseException, name: str) -> None:
     """Say in an error which replica raised it."""
     add_note(error, f"Raised by {name}.")
+    if isinstance(error, KeyError) and any(isinstance(key, torch.Tensor) for key in error.args):
+        add_note(
+            error,
+            "A dict by parameter that was made outside `run` has those of replica 0. Key it by names, of "
+            "`model.named_parameters()`, or keep it in an attribute of the module or optimizer, of which each replica "
+            "has one.",
+        )
