@@ -18,6 +18,7 @@ from torchstrategy.collectives.backends import (
     from_bytes,
     to_bytes,
 )
+from torchstrategy.collectives.summing import as_bytes
 
 HOSTS = [(0, 0), (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 1, 1, 2, 1)]
 
@@ -225,3 +226,10 @@ def test_bytes_and_back(dtype, shape):
     found = from_bytes(to_bytes(tensor), dtype)
     assert torch.equal(found, tensor.reshape(-1))
     found.zero_()  # in memory of its own
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_bytes_of_a_column_of_few_elements(num_rows):
+    column = torch.ones(2, 3)[:num_rows, 0]
+    assert torch.equal(from_bytes(to_bytes(column), column.dtype), column)
+    assert len(as_bytes(column)) == column.nbytes

@@ -115,6 +115,24 @@ def test_over_processes(process_pool):
     ]
 
 
+def columns_of_one_row():
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        metric = torchmetrics.CatMetric()
+    scores = torch.tensor([[2.0, 0.0]])
+
+    def step():
+        metric.update(scores[:, 0])
+        metric.value[-1] = scores[:, 0]  # as a metric does that keeps what it was given
+        return ts.get_replica_context().all_reduce("SUM", scores[:, 0])
+
+    return strategy.run(step).tolist(), metric.compute().tolist()
+
+
+def test_processes_reduce_a_column_of_one_row(process_pool):
+    assert process_pool(2).run(columns_of_one_row) == [([4.0], [2.0, 2.0])] * 2
+
+
 def statistics(strategy):
     with strategy.scope():
         metric = Statistics()

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torchstrategy.collectives.connections import Check
 from torchstrategy.collectives.records import Records, by_rank
-from torchstrategy.collectives.summing import as_addable, sum_in_order
+from torchstrategy.collectives.summing import as_addable, in_a_row, sum_in_order
 
 __all__ = [
     "C10dBackend",
@@ -298,7 +298,7 @@ def outlive_program(backend: object) -> None:
 
 def to_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return in_a_row(tensor).view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:

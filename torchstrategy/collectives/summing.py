@@ -28,6 +28,7 @@ __all__ = [
     "divide",
     "group_by_layout",
     "have_own_memory",
+    "in_a_row",
     "in_format_of",
     "in_memory_order",
     "is_addable",
@@ -89,9 +90,18 @@ def unpack_copies(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.to(tensor.dtype, copy=True) for part, tensor in zip(unpack(flat, like), like, strict=True)]
 
 
+def in_a_row(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in one row, in which their bytes can be seen.
+
+    A single element counts as contiguous whatever its stride, such as that of a column, and torch then shows no bytes.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
+
+
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a buffer, because not every backend knows every dtype; XLA does, but has no such views."""
-    return flat.view(torch.uint8) if kind_of(flat.device).has_views else flat
+    return in_a_row(flat).view(torch.uint8) if kind_of(flat.device).has_views else flat
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

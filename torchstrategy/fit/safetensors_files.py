@@ -18,6 +18,7 @@ from torch import Tensor
 from torchstrategy import errors
 from torchstrategy.base import how_to_install
 from torchstrategy.checkpoint.storage import write_file
+from torchstrategy.collectives.summing import in_a_row
 
 __all__ = ["SAFE_SUFFIX", "find_safetensors", "read_safetensors", "write_safetensors"]
 
@@ -129,5 +130,5 @@ def _check(file: str, weights: Mapping[str, Tensor], sums: Any) -> None:
 def _digest(tensor: Tensor) -> str:
     plain = tensor.detach().cpu().contiguous()
     found = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}".encode())
-    found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    found.update(in_a_row(plain).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -23,6 +23,7 @@ from torchstrategy.base import tree
 from torchstrategy.base.devices import tensor_device
 from torchstrategy.base.log import users_frame, warn_once_at
 from torchstrategy.base.names import dtype_name
+from torchstrategy.collectives.summing import in_a_row
 from torchstrategy.replicas.adapters import is_a
 from torchstrategy.replicas.record import unrecorded
 
@@ -259,7 +260,7 @@ def _gather(strategy: Any, local: Sequence[dict[str, MetricState]], operation: s
     layout = [{name: _describe(state) for name, state in states.items()} for states in local]
     layouts = strategy.workers.exchange(operation, layout)
     device = tensor_device(strategy.placement.devices[0])
-    data = [t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    data = [in_a_row(t.detach().to(device)).view(torch.uint8) for t in tensors]
     packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *data])
     buffers = strategy.workers.all_gather_tensors(packed, operation)
     replicas = []
