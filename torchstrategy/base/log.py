@@ -37,6 +37,7 @@ __all__ = [
     "is_users_file",
     "line_of_program",
     "logger",
+    "note_replica",
     "raised_by_all",
     "set_rank",
     "show_info",
@@ -298,6 +299,18 @@ def add_note(error: BaseException, note: str) -> None:
     else:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
         logger.info(note)  # the program may catch the error
+
+
+def note_replica(error: BaseException, name: str) -> None:
+    """Say in an error which replica raised it, and what a dict by parameter has to do with that."""
+    add_note(error, f"Raised by {name}.")
+    if isinstance(error, KeyError) and any(hasattr(key, "requires_grad") for key in error.args):
+        add_note(
+            error,
+            "A dict by parameter that was made outside `run` has those of replica 0. Key it by names, of "
+            "`model.named_parameters()`, or keep it in an attribute of the module or optimizer, of which each replica "
+            "has one.",
+        )
 
 
 def warn_once(message: str, stacklevel: int = 3, *, of: object = None) -> None:

@@ -18,9 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
-from torchstrategy.base.log import add_note
+from torchstrategy.base.log import note_replica
 from torchstrategy.base.stalls import Stall, Waiting, stacks_of_threads, watch_for_stalls
 
 __all__ = ["MergeRequest", "Runner", "Turns"]
@@ -236,7 +234,7 @@ class Runner:
             raise self._failure from None
         except BaseException as error:
             self._has_raised = True
-            _note(error, self._name(local_id))
+            note_replica(error, self._name(local_id))
             raise
         finally:
             self.current = None
@@ -308,7 +306,7 @@ class Runner:
         for thread in self._others:
             if thread.error is not None:
                 error, thread.error = thread.error, None
-                _note(error, self._name(thread.local_id))
+                note_replica(error, self._name(thread.local_id))
                 raise error
 
     def _give_turn(self, thread: _ReplicaThread) -> None:
@@ -395,15 +393,3 @@ def _take_results(threads: Sequence[_ReplicaThread]) -> list[Any]:
     for thread in threads:
         thread.result = None
     return results
-
-
-def _note(error: BaseException, name: str) -> None:
-    """Say in an error which replica raised it."""
-    add_note(error, f"Raised by {name}.")
-    if isinstance(error, KeyError) and any(isinstance(key, torch.Tensor) for key in error.args):
-        add_note(
-            error,
-            "A dict by parameter that was made outside `run` has those of replica 0. Key it by names, of "
-            "`model.named_parameters()`, or keep it in an attribute of the module or optimizer, of which each replica "
-            "has one.",
-        )
