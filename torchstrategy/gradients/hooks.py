@@ -224,7 +224,7 @@ def _telling_of_passes(engine: Callable[..., Any]) -> Callable[..., Any]:
         context = current_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return _heard(run)
-        context.has_computed = True
+        context._has_computed = True
         _, create_graph, inputs = args[:3]
         gradients = context.strategy.gradients
         if accumulate_grad:

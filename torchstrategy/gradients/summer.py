@@ -338,7 +338,7 @@ class GradientSummer:
             return None
         rows = []
         for part in parts:
-            if not getattr(part.run, "has_all_reduced", False):
+            if not getattr(part.run, "_has_all_reduced", False):
                 return None
             assigned = [p.grad for p in part.parameters if self.ledger.is_the_programs(p) and p.grad is not None]
             rows.append(fingerprints([grad for grad in assigned if not grad.is_sparse and bool(grad.any())]))

@@ -266,7 +266,7 @@ class LoneUpdates:
             has_failed: whether the run has ended by an error.
         """
         before, self._before = self._before, []
-        self._is_due = any(c.has_computed for c in contexts) and not any(c.has_met for c in contexts)
+        self._is_due = any(c._has_computed for c in contexts) and not any(c._has_met for c in contexts)
         if not self._is_due or has_failed or not before:
             return
         now = fingerprints([parameter for parameter, _ in before])

@@ -49,11 +49,11 @@ class _DefaultReplicaContext(ReplicaContext):
     """The context of the one replica; also active outside ``run``, but not in another strategy's."""
 
     #: Whether it was of a ``run`` that has returned.
-    has_ended = False
+    _has_ended = False
 
     @override
     def _check_active(self, operation: str) -> None:
-        if self.has_ended or current_frame() is not None:
+        if self._has_ended or current_frame() is not None:
             super()._check_active(operation)
 
 
@@ -131,7 +131,7 @@ class DefaultStrategy(Strategy):
             raise
         finally:
             pop_frame(frame)
-            own_context.has_ended = True
+            own_context._has_ended = True
 
     @override
     def experimental_distribute_dataset(

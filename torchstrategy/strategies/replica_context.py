@@ -86,9 +86,9 @@ class ReplicaContext:
         #: Whether the library has divided a loss of this replica by the numbers of the global batch.
         self.has_scaled_losses = False
         #: Whether the replica function has called ``all_reduce``: what it assigns may be a sum already.
-        self.has_all_reduced = False
+        self._has_all_reduced = False
         #: Whether the replica has computed gradients; and whether it has met others, as every collective makes it.
-        self.has_computed = self.has_met = False
+        self._has_computed = self._has_met = False
 
     def __repr__(self) -> str:
         where = f"{self._replica_id} of {self.num_replicas_in_sync} on {self.devices[0]}"
@@ -153,7 +153,7 @@ class ReplicaContext:
         tensors, spec = self._tensors(value, "all_reduce")
         if self.num_replicas_in_sync == 1:
             return spec.unflatten(tensors)
-        operation, self.has_all_reduced = f"all_reduce({op.name}){tree.describe(spec)}", True
+        operation, self._has_all_reduced = f"all_reduce({op.name}){tree.describe(spec)}", True
         # Autograd calls this again, later and maybe on another thread.
         results = differentiable_all_reduce(lambda values: self._all_reduce(op, values, operation), tensors)
         return spec.unflatten(list(results))
@@ -357,7 +357,7 @@ class ReplicaContext:
         if torch.compiler.is_dynamo_compiling():
             _refuse_to_be_compiled()
         self._strategy.gradients.ledger.hear()  # another replica may come next
-        self.has_met = True
+        self._has_met = True
         return self._strategy.hosting.meet(self.local_id, request)
 
     def _all_reduce(self, op: ReduceOp, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
