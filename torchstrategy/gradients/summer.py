@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-import zlib
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -207,8 +205,8 @@ class GradientSummer:
         if plan is not None:
             self._look_at_losses(plan, parts)
         dense, sparse, marked, unmarked, changed, *_ = found.masks
-        if any(row.buffers != record.buffers for row in found.records):
-            slots, changed = self._common_buffers(slots, masks.buffers)
+        if self._workers is not None and any(row.buffers != record.buffers for row in found.records):
+            slots, changed = self._buffers.common(slots, _positions(masks.buffers), self._workers.exchange)
         if marked & unmarked:
             raise RuntimeError(
                 "Some replicas have already summed gradients that others have not. Every replica must call "
@@ -308,7 +306,7 @@ class GradientSummer:
         for k, is_changed in enumerate(self._buffers.changed(slots)):
             changed |= is_changed << k
         reduced = None if are_as_made else self._sums_of_the_program(parts)
-        buffers = zlib.crc32("\n".join(self._buffers.layout(slots)).encode()) if slots and self._workers else 0
+        buffers = 0 if self._workers is None else self._buffers.digest(slots)
         low_rank = 0 if self._dense.low_rank is None else self._dense.low_rank.state(firsts)
         early = self.early.report(plan, firsts) if self.early and plan is not None else None
         digest, number = ("", 0) if plan is None else (plan.digest, plan.number)
@@ -437,22 +435,6 @@ class GradientSummer:
         total = total.coalesce()
         for parameter, device in zip(column, self._placement.devices, strict=True):
             parameter.grad = total.to(tensor_device(device), copy=True)
-
-    def _common_buffers(self, slots: Sequence[Slot], own: int) -> tuple[list[Slot], int]:
-        """Return which buffers all processes have, in one order, and a mask of those that some process has changed.
-
-        Args:
-            slots: of this process's buffers.
-            own: a mask of those that it has changed.
-        """
-        names = self._buffers.layout(slots)
-        row = [names, [names[k] for k in _positions(own)]]
-        rows = [row] if self._workers is None else self._workers.exchange("the comparison of buffers", row)
-        counts = [Counter(row) for row, _ in rows]
-        common = [name for name in rows[0][0] if all(count[name] == 1 for count in counts)]
-        changed = set().union(*[row for _, row in rows])
-        by_name = dict(zip(names, slots, strict=True))
-        return [by_name[name] for name in common], sum((name in changed) << k for k, name in enumerate(common))
 
     def _sync_buffers(self, slots: Sequence[Slot], had_examples: Sequence[bool], count: int) -> None:
         """Average buffers over the replicas that had examples.

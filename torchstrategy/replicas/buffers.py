@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,20 @@ from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["BufferSync"]
+
+
+class _Layout(NamedTuple):
+    """What buffers there are.
+
+    Args:
+        state: what the rest depends on: where each buffer is, its dtype and its shape.
+        names: the qualified name, dtype and shape of each, by which processes know it.
+        digest: of the names.
+    """
+
+    state: list[tuple[Any, ...]]
+    names: list[str]
+    digest: int
 
 
 class BufferSync:
@@ -37,8 +53,7 @@ class BufferSync:
         self._slots = slots
         self._stamps: dict[int, tuple[Any, ...]] = {}
         self._silent = _SilentWrites(record.written_past)
-        #: The qualified names of buffers, and of which they are.
-        self._names: tuple[list[tuple[int, str]], list[str]] = ([], [])
+        self._known = _Layout([], [], 0)
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
@@ -69,18 +84,40 @@ class BufferSync:
             known = self._of_plan[number] = (state, self._trained_by(parameters))
         return [(dicts, name) for dicts, name in found if id(dicts[0]) in known[1]]
 
-    def layout(self, slots: Sequence[Slot]) -> list[str]:
-        """Return the qualified names, dtypes and shapes of buffers, by which ranks know them."""
-        keys = [(id(dicts[0]), name) for dicts, name in slots]
-        if keys != self._names[0]:
+    def digest(self, slots: Sequence[Slot]) -> int:
+        """Return what differs where processes do not have the same buffers."""
+        return self._layout(slots).digest if slots else 0
+
+    def common(
+        self, slots: Sequence[Slot], changed: Sequence[int], exchange: Callable[[str, Any], list[Any]]
+    ) -> tuple[list[Slot], int]:
+        """Return which buffers all processes have, in one order, and a mask of those that some process has changed.
+
+        Args:
+            slots: of this process's buffers.
+            changed: the positions of those that it has changed.
+            exchange: returns what each process brings.
+        """
+        names = self._layout(slots).names if slots else []
+        rows = exchange("the comparison of buffers", [names, [names[k] for k in changed]])
+        counts = [Counter(row) for row, _ in rows]
+        common = [name for name in rows[0][0] if all(count[name] == 1 for count in counts)]
+        written = set().union(*[row for _, row in rows])
+        by_name = dict(zip(names, slots, strict=True))
+        return [by_name[name] for name in common], sum((name in written) << k for k, name in enumerate(common))
+
+    def _layout(self, slots: Sequence[Slot]) -> _Layout:
+        own = [dicts[0][name] for dicts, name in slots]
+        state = [(id(dicts[0]), name, t.dtype, t.shape) for (dicts, name), t in zip(slots, own, strict=True)]
+        if state != self._known.state:
             paths: dict[int, str] = {}
             modules = [bodies(obj)[0] for obj in self.record if isinstance(obj, nn.Module)]
             for module in sorted(modules, key=lambda module: -len(list(module.modules()))):  # the outer ones first
                 for path, child in module.named_modules():
                     paths.setdefault(id(child._buffers), f"{type(module).__name__}.{path}")
-            self._names = keys, [f"{paths.get(key)}.{name}" for key, name in keys]
-        own = [dicts[0][name] for dicts, name in slots]
-        return [f"{n} {tensor.dtype} {list(tensor.shape)}" for n, tensor in zip(self._names[1], own, strict=True)]
+            names = [f"{paths.get(key)}.{name} {dtype} {list(shape)}" for key, name, dtype, shape in state]
+            self._known = _Layout(state, names, zlib.crc32("\n".join(names).encode()))
+        return self._known
 
     def _trained_by(self, parameters: Sequence[Tensor]) -> frozenset[int]:
         """Return the ids of the dictionaries of buffers that go with some parameters.
