@@ -336,14 +336,14 @@ def track_object(name: str, obj: Any) -> Tracked:
 def track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
     """Return what saves and restores each object of a structure."""
     tracked = {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
-    optimizers = [item for item in tracked.values() if isinstance(item, TrackedOptimizer)]
-    modules = (
-        {name: item.obj for name, item in tracked.items() if isinstance(item, TrackedModule)} if optimizers else {}
-    )
-    for name, module in modules.items():
-        names = {id(parameter): f"{name}.{path}" for path, parameter in module.named_parameters()}
+    if optimizers := [item for item in tracked.values() if isinstance(item, TrackedOptimizer)]:
+        names: dict[int, str] = {}
+        for name, item in tracked.items():
+            if isinstance(item, TrackedModule):
+                for path, parameter in item.obj.named_parameters():
+                    names.setdefault(id(parameter), f"{name}.{path}")
         for optimizer in optimizers:
-            optimizer.names = {**names, **optimizer.names}
+            optimizer.names = names
     return tracked
 
 
