@@ -1,10 +1,10 @@
-"""Runs each test file in a process that has not imported the library before: ``python -m tests.isolated [-j 2] ...``.
+"""Runs each test file in a process that has only imported ``torchstrategy``: ``python -m tests.isolated [-j 2] ...``.
 
 What one test imports can't help another file's: a number that depends on what the program has imported shows. The
-processes are forked from one that has imported torch and pytest, and matplotlib, which the library never looks for,
-several at a time, so each is there in milliseconds; collecting stays as cheap as with one process. Pools of processes,
-and programs that tests start warm, come from one server, which all files share. The library's own examples run with
-those of their folder, in one process.
+processes are forked from one that has imported torch and pytest, ``torchstrategy`` as ``conftest.py`` does before any
+test, and matplotlib, which the library never looks for, several at a time, so each is there in milliseconds; collecting
+stays as cheap as with one process. Pools of processes, and programs that tests start warm, come from one server, which
+all files share. The library's own examples run with those of their folder, in one process.
 
 All further arguments are pytest's, such as paths, ``-m slow`` or ``-k name``. A plain ``pytest`` runs the same tests.
 """
@@ -213,6 +213,7 @@ def _lighten() -> None:
         pytest.main(
             [*LEFT_OUT, "-p", "no:hypothesispytest", "--noconftest", "-c", os.devnull, "--collect-only", "conf"]
         )
+    importlib.import_module(LIBRARY)
     for logger in logging.root.manager.loggerDict.values():
         logger.propagate = True
     gc.collect()
@@ -269,8 +270,6 @@ def _be_a_group(files, to_pytest, connection, output):
     try:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-        if LIBRARY in sys.modules:
-            raise RuntimeError(f"{LIBRARY} has been imported before the tests of {files}.")
         # The server is another process's child, which `ensure_running` can't wait for.
         forkserver._forkserver.ensure_running = lambda: None
         if not any("hypothesis" in Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files):

@@ -1,10 +1,38 @@
-"""Each promise, from a program that has imported ``torchstrategy`` and nothing else of it, in a fresh interpreter."""
+"""Each promise, from a program that has imported ``torchstrategy`` and nothing else of it, without pytest.
+
+One new interpreter does the imports, which are the first lines of every program, and is forked for each.
+"""
 
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+#: Runs the programs whose files it is told of, a line each, and answers with their exit statuses.
+INTERPRETER = """
+import os
+import runpy
+import sys
+import traceback
+
+import torch
+import torchstrategy
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            runpy.run_path(line.strip())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 START = """
 import torch
@@ -108,12 +136,29 @@ PROGRAMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory):
+    """A new interpreter that has done the imports, and the file that gets what its programs print of errors."""
+    folder = tmp_path_factory.mktemp("interpreter")
+    command = [sys.executable, "-c", INTERPRETER]
+    with (
+        open(folder / "errors", "w", encoding="utf-8") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder
+        ) as process,
+    ):
+        yield process, folder / "errors"
+        process.stdin.close()
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_promise(name, tmp_path):
-    program = START + textwrap.dedent(PROGRAMS[name])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_promise(name, interpreter, tmp_path):
+    process, errors = interpreter
+    program = tmp_path / "program.py"
+    program.write_text(START + textwrap.dedent(PROGRAMS[name]), encoding="utf-8")
+    print(program, file=process.stdin, flush=True)
+    assert process.stdout.readline() == "0\n", errors.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

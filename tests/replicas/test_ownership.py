@@ -20,6 +20,11 @@ def unchanged():
     return train(1, lambda things: None, PLACES[1])
 
 
+@functools.cache
+def with_one_replica(name, place):
+    return train(1, CHANGES[name].function, place)
+
+
 @pytest.mark.parametrize(("name", "place"), CELLS)
 def test_a_change_is_right_or_refused(name, place):
     change = CHANGES[name]
@@ -28,14 +33,14 @@ def test_a_change_is_right_or_refused(name, place):
         assert isinstance(found, str), "it is right, and need not be refused"
         assert change.refused[place] in found
         return
-    expected = train(1, change.function, place)
+    expected = with_one_replica(name, place)
     assert not isinstance(found, str), found
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_shows(name):
-    changed = [train(1, CHANGES[name].function, place) for place in CHANGES[name].places]
+    changed = [with_one_replica(name, place) for place in CHANGES[name].places]
     assert any(not torch.equal(found, unchanged()) for found in changed) != (name in LEAVE_ALL_AS_IT_IS)
 
 
