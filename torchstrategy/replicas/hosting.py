@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -177,8 +178,8 @@ class DirectHosting(Hosting):
         self._replica = placement.first_replica
         self._streams = RandomStreams(placement.local_replica_ids, placement.devices) if workers is not None else None
         self._slots: list[Slot] | None = None
-        #: The dictionaries of buffers and of modules in which the slots were found, and what was there.
-        self._looked_in: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+        #: The modules in which the slots were found, not held, and what was there.
+        self._looked_in: list[weakref.ref[nn.Module]] = []
         self._seen: tuple[int, list[int]] = (0, [])
         self._lock = threading.RLock()
         self.run_hooks = None
@@ -281,22 +282,27 @@ class DirectHosting(Hosting):
 
     def _look(self) -> tuple[int, list[int]]:
         """Return how many buffers there are, and which modules are in others."""
-        buffers, children = self._looked_in
-        count = sum([value is not None for own in buffers for value in own.values()])
-        return count, [id(child) for own in children for child in own.values()]
+        count, children = 0, list[int]()
+        for reference in self._looked_in:
+            if (module := reference()) is not None:
+                values = vars(module)
+                for value in values["_buffers"].values():
+                    count += value is not None
+                children += map(id, values["_modules"].values())
+        return count, children
 
     def _find_slots(self) -> list[Slot]:
         found: list[Slot] = []
         seen: set[int] = set()
-        self._looked_in = ([], [])
+        self._looked_in = []
         for obj in self._record:
             if not isinstance(obj, nn.Module):
                 continue
             for module in obj.modules():
                 if id(module) not in seen:
                     seen.add(id(module))
-                    for kind, dicts in zip(("_buffers", "_modules"), self._looked_in, strict=True):
-                        dicts += [own] if isinstance(own := module.__dict__.get(kind), dict) else []
+                    if isinstance(vars(module).get("_modules"), dict):
+                        self._looked_in.append(weakref.ref(module))
                     for own in (module._parameters, module._buffers):
                         if not isinstance(own, dict):  # TorchScript's view, which has no `get`
                             own = dict(own.items())

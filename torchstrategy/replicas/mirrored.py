@@ -26,7 +26,9 @@ __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve
 
 _MIRROR = "_ts_mirror"
 _IS_FACADE = "_ts_is_facade"
-_facade_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+#: Those in use, by the plain class's id, which a facade's class holds. A plain class that is held would hold, of
+#: ``parametrize``, its module.
+_facade_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
 #: Methods of a module that must act on every replica's object; the others work through attribute writes. A class whose
 #: `compile` is another thing than torch's sees to its replicas itself.
@@ -312,7 +314,7 @@ def _become(obj: Any, cls: type) -> None:
 
 
 def _facade_class(cls: type) -> type:
-    facade = _facade_classes.get(cls)
+    facade = _facade_classes.get(id(cls))
     if facade is None:
         names: dict[str, Any] = {
             _IS_FACADE: True,
@@ -327,7 +329,7 @@ def _facade_class(cls: type) -> type:
             # Such as ABC or Generic, which come before the class that gives the object its attributes: in memory these
             # lie where Python finds them in subclasses only.
             names, bases = {**_FACADE_METHODS, **names}, (cls,)
-        facade = _facade_classes[cls] = type(cls.__name__, bases, names)
+        facade = _facade_classes[id(cls)] = type(cls.__name__, bases, names)
     return facade
 
 

@@ -377,7 +377,7 @@ def _unwind(thread: _ReplicaThread) -> None:
     while not thread.done:  # a `finally` of the user's may reach another merge point
         thread.resume()
         thread.wait_paused()
-    thread.result = thread.error = None
+    thread.result = thread.error = thread.merged = None
 
 
 def _end(threads: list[_ReplicaThread]) -> None:

@@ -76,8 +76,9 @@ class ThreadedHosting(Hosting):
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._placement.name_of)
         self._edits = OutsideEdits(self._set.slots, self._placement.name_of, record.written_past)
-        #: The error of the last run, if it failed: the replicas may not have come equally far.
-        self._failed: BaseException | None = None
+        #: What the last run's error said, if it failed: the replicas may not have come equally far. The error itself
+        #: would hold all that the function held.
+        self._failure = ""
         self._runners: list[Runner] = []
         self._depth = 0
         self._lock = threading.RLock()
@@ -177,7 +178,7 @@ class ThreadedHosting(Hosting):
                 self._end_outermost(time.perf_counter() - start)
         except BaseException as error:
             if outermost:
-                self._failed = error
+                self._failure = f"{type(error).__name__}: {error}"
                 self._edits.forget()
             raise
         finally:
@@ -206,18 +207,18 @@ class ThreadedHosting(Hosting):
         Raises:
             DivergenceError: it has, and the program has not restored them since.
         """
-        if self._failed is None:
+        if not self._failure:
             return
         found = differences_between_copies(self._set.slots(), self._placement.name_of)
         if found:
             name, shape, text = found[0]
             raise DivergenceError(
-                f"The previous run failed ({type(self._failed).__name__}: {self._failed}) when some replicas had come "
-                f"further than others: parameter {name!r} (shape {tuple(shape)}) differs between {text} ({len(found)} "
-                "do). Restore the model and the optimizer, by a checkpoint or `load_state_dict`, before the next run; "
-                "or let the function raise on all replicas at the same point."
-            ) from self._failed
-        self._failed = None
+                f"The previous run failed ({self._failure}) when some replicas had come further than others: parameter "
+                f"{name!r} (shape {tuple(shape)}) differs between {text} ({len(found)} do). Restore the model and the "
+                "optimizer, by a checkpoint or `load_state_dict`, before the next run; or let the function raise on "
+                "all replicas at the same point."
+            )
+        self._failure = ""
 
     def _begin_streams(self, *, outermost: bool) -> None:
         """Take the random streams from the program, or from the merge function that calls ``run``."""
