@@ -46,8 +46,8 @@ from tests import budget
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("tests", "torchstrategy")
 LIBRARY = "torchstrategy"
-#: What every program that starts processes imports (torch's at an optimizer's first step), or ``compile``.
-PRELOADED = [LIBRARY, "torch._dynamo", "torchmetrics", "hydra"]
+#: What every program that starts processes imports (torch's at an optimizer's first step), or ``compile``, or a test.
+PRELOADED = ["torch._dynamo", "tests.quick_exit", LIBRARY, "torchmetrics", "hydra", "pytest"]
 #: pytest's plugins that have no say in one file's process.
 LEFT_OUT = ("-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:hydra_pytest")
 NOTHING_COLLECTED = 5
@@ -213,6 +213,7 @@ def _lighten() -> None:
         pytest.main(
             [*LEFT_OUT, "-p", "no:hypothesispytest", "--noconftest", "-c", os.devnull, "--collect-only", "conf"]
         )
+    importlib.import_module("tests.quick_exit")
     importlib.import_module(LIBRARY)
     for logger in logging.root.manager.loggerDict.values():
         logger.propagate = True
