@@ -230,7 +230,8 @@ def _run_all(groups, to_pytest, num_jobs, folder):
         while waiting or selector.get_map():
             while waiting and len(selector.get_map()) < num_jobs:
                 own = folder / str(len(groups) - len(waiting))
-                _start(waiting.popleft(), [*to_pytest, f"--basetemp={own}"], selector, own)
+                own.mkdir()
+                _start(waiting.popleft(), [*to_pytest, f"--basetemp={own / 'pytest'}"], selector, own)
             for key, _ in selector.select():
                 running, num_done = key.data, num_done + 1
                 counts, names, over_budget = _end(running, selector, key.fd)
@@ -260,15 +261,16 @@ def _start(files, to_pytest, selector, folder):
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _be_a_group(files, to_pytest, write, output)
+        _be_a_group(files, to_pytest, write, output, folder)
     os.close(write)
     selector.register(read, selectors.EVENT_READ, Running(" ".join(files), pid, output, time.monotonic(), folder))
 
 
-def _be_a_group(files, to_pytest, connection, output):
-    """Run the tests of some files in this process, and end it."""
+def _be_a_group(files, to_pytest, connection, output, folder):
+    """Run the tests of some files in this process, whose temporary files are in a folder, and end it."""
     status = 3
     try:
+        os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         # The server is another process's child, which `ensure_running` can't wait for.
