@@ -1,5 +1,7 @@
 """Gloo's backend between ranks that are threads of this process: sums in parts, and the network that carries them."""
 
+import contextlib
+import os
 from datetime import timedelta
 
 import pytest
@@ -86,9 +88,9 @@ def test_parts_have_at_most_12_mib_and_are_all_under_way_at_once():
 @pytest.mark.parametrize(
     ("names", "devices"),
     [
-        ("", [{"hostname": "127.0.0.1"}]),
-        ("lo", [{"interface": "lo"}]),
-        ("lo,,lo,", [{"interface": "lo"}, {"interface": "lo"}]),
+        ("", [{"hostname": "127.0.0.1", "lazy_init": True}]),
+        ("lo", [{"interface": "lo", "lazy_init": True}]),
+        ("lo,,lo,", [{"interface": "lo", "lazy_init": True}, {"interface": "lo", "lazy_init": True}]),
     ],
 )
 def test_the_interfaces_are_those_of_the_environment_or_the_ones_the_ranks_have_met_on(names, devices, monkeypatch):
@@ -105,6 +107,28 @@ def test_the_interfaces_are_those_of_the_environment_or_the_ones_the_ranks_have_
     assert made == devices * 2
     for threaded in (backends, [ThreadedBackend(backend) for backend in backends]):
         assert all(found.tolist() == [3.0] for found in sums_of(threaded, [torch.ones(1), torch.full((1,), 2.0)]))
+
+
+def test_a_rank_connects_to_those_that_it_sends_to():
+    size = 16
+    before = num_sockets()
+    backends = make_backends(size)
+    for _ in range(2):
+        assert all(
+            found.tolist() == [120.0] for found in sums_of(backends, [torch.full((1,), float(r)) for r in range(size)])
+        )
+    tensors = [torch.full((4,), rank, dtype=torch.uint8) for rank in range(size)]
+    on_ranks(size, lambda rank: backends[rank].start_broadcast(tensors[rank])(no_check))
+    assert all(tensor.tolist() == [0] * 4 for tensor in tensors)
+    assert num_sockets() - before <= size * 7 < size * (size - 1)
+
+
+def num_sockets():
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
 
 
 def test_an_interface_that_is_not_there(monkeypatch):

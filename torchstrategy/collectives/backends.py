@@ -122,7 +122,8 @@ def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta, address: 
     """Return gloo's process group over the network that the ranks have met on.
 
     Left alone gloo looks up the host's own name, which may lead to the loopback or to another network. The variable
-    ``GLOO_SOCKET_IFNAME`` still decides where it is set.
+    ``GLOO_SOCKET_IFNAME`` still decides where it is set. Two ranks connect when they first send to each other: sums and
+    broadcasts need some log P connections of a rank, where all at the start would be P.
 
     Args:
         store: where the ranks find each other; with a prefix of the group's own.
@@ -133,7 +134,7 @@ def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta, address: 
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    create = dist.ProcessGroupGloo.create_device
+    create = functools.partial(dist.ProcessGroupGloo.create_device, lazy_init=True)
     options._devices = [create(interface=name) for name in interfaces] or [create(hostname=address)]
     options._timeout = timeout
     options._threads = _GLOO_THREADS
