@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchstrategy.base.names import alike, find, named_ranks, snake_case
+from torchstrategy.base.names import alike, find, named_ranks, snake_case, tensors_of
 
 KNOWN = {"mse": 1, "MeanSquaredError": 2, "mean_squared_error": 3}
 
@@ -52,3 +52,10 @@ def test_of_many_ranks_those_that_are_alike_are_named_together():
         ("ranks 0 to 499, 501 to 1000", [1]),
         ("rank 500", [2]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("brought", "expected"), [(["float32[3]", "int64[]"], " (float32[3], int64[])"), (["x" * 6000], ""), ([], "")]
+)
+def test_what_a_rank_has_brought_is_said_if_it_is_short(brought, expected):
+    assert tensors_of(brought) == expected

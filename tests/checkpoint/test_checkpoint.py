@@ -405,6 +405,28 @@ class TestMismatches:
         )
         groups = [{"params": one}, {"params": two}]
         check(sgd(one), sgd(groups), ValueError, "Parameter group 1 of obj")
+        empty = [{"params": one}, {"params": []}]
+        check(sgd(one), sgd(empty), ValueError, "obj has 2 parameter groups, the checkpoint's has 1: one without")
+
+    def test_scheduler_class(self, check):
+        schedulers = torch.optim.lr_scheduler
+        sgd = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+        step, cosine = schedulers.StepLR(sgd, 2), schedulers.CosineAnnealingLR(sgd, 9)
+        check(step, cosine, ValueError, "The checkpoint's obj is a StepLR, the object is a CosineAnnealingLR")
+        chains = [schedulers.ChainedScheduler([part]) for part in (step, cosine)]
+        check(
+            *chains,
+            ValueError,
+            r"a ChainedScheduler\(StepLR\), the object is a ChainedScheduler\(Cosine",
+        )
+
+    @pytest.mark.parametrize("is_distributed", [True, False])
+    def test_position_of_other_data(self, check, is_distributed):
+        data = [ts.data.Dataset.range(8).batch(4), ts.data.Dataset.range(8).batch(2).batch(2)]
+        if is_distributed:
+            loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4)
+            data = [mirrored(2).experimental_distribute_dataset(given) for given in (data[0], loader)]
+        check(*data, InvalidArgumentError, "The state (is of a dataset that was read as|belongs to another pipeline)")
 
     def test_metric(self, check):
         saved, fresh = torchmetrics.CatMetric(), torchmetrics.SumMetric()
@@ -506,3 +528,16 @@ def test_parameters_in_another_order(prefix, num_replicas):
     ts.train.Checkpoint(model=model, optimizer=swapped).restore(path).assert_consumed()
     with pytest.raises(ValueError, match=r"number 0 is model\.0\.weight, and was model\.1\.weight\."):
         ts.train.Checkpoint(model=model, optimizer=usual).restore(path)
+
+
+def test_an_error_of_an_objects_own_says_which_one(prefix):
+    class Stubborn(dict):
+        state_dict = dict
+
+        def load_state_dict(self, state):
+            raise KeyError("no")
+
+    path = ts.train.Checkpoint(thing=Stubborn()).save(prefix)
+    with pytest.raises(KeyError) as caught:
+        ts.train.Checkpoint(thing=Stubborn()).restore(path)
+    assert "Raised by thing when it got its values of " in "".join(caught.value.__notes__)

@@ -276,3 +276,14 @@ class TestLazyModules:
         objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         with pytest.raises(ValueError, match=f"{name}.* has no shape yet.* Call the module once"):
             ts.train.Checkpoint(**{name: objects[name]}).write(prefix)
+
+
+def test_an_optimizer_with_parameters_in_another_order_is_not_attached(prefix):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([first.weight, second.weight])
+    ts.train.Checkpoint(first=first, second=second, optimizer=optimizer).save(prefix)
+    later = ts.train.Checkpoint()
+    later.restore(prefix + "-1").expect_partial()
+    later.first, later.second = first, second
+    with pytest.raises(ValueError, match=r"number 0 is second\.weight, and was first\.weight"):
+        later.optimizer = torch.optim.SGD([second.weight, first.weight])

@@ -190,7 +190,7 @@ def tensors_of(brought: Any) -> str:
     match brought:
         case [[*shape], str(dtype)]:
             return f" ({dtype}{shape})"
-        case [str(), *_] if all(isinstance(one, str) for one in brought):
+        case [str(), *_] if all(isinstance(one, str) and len(one) < 100 for one in brought):  # no state as text
             more = f" and {len(brought) - _MOST_NAMED} more" if len(brought) > _MOST_NAMED else ""
             return f" ({', '.join(brought[:_MOST_NAMED])}{more})"
     return ""

@@ -188,11 +188,11 @@ class Checkpoint(Group):
     def restore(self, save_path: _Path | None, options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
         """Give the objects the values that a checkpoint holds for their names.
 
-        Everything is checked first, on all processes: an error leaves every object as it was. Values that the
-        checkpoint lacks stay as they are; ask the returned status whether that happened: if you don't, a line in the
-        log warns of it when the status is dropped. Values of names that have no object yet wait until one is attached;
-        a later restore replaces them by its own. Attaching does not communicate, and checks in the same way: if the
-        values don't fit, the object is not attached.
+        Everything is checked first, on all processes: an error leaves every object as it was, unless it is one of your
+        objects' own ``load_state_dict``. Values that the checkpoint lacks stay as they are; ask the status whether
+        that happened: if you don't, a line in the log warns of it when the status is dropped. Values of names that have
+        no object yet wait until one is attached; a later restore replaces them by its own. Attaching does not
+        communicate, and checks in the same way: if the values don't fit, the object is not attached.
 
         Args:
             save_path: what ``save`` or ``latest_checkpoint`` returned; ``None`` restores nothing.
@@ -319,7 +319,7 @@ class Checkpoint(Group):
         if hasattr(type(self), name) or name.startswith("_"):
             raise ValueError(f"{name!r} can't be the name of an object in a checkpoint. Choose another name.")
         items = dict(walk(name, value, parents=(self,)))
-        tracked = track_all(items)
+        tracked = track_all(items, self._track())
         sources = [(item, *source) for path, item in tracked.items() if (source := self._waiting_for(path)) is not None]
         if sources:
             _require_cross_replica(f"The object {name!r}, for which restored values wait, was attached")
@@ -371,7 +371,7 @@ class Checkpoint(Group):
         def capture() -> dict[str, Any]:
             with spilled_to(os.path.dirname(path)):
                 states = capture_states()
-            objects = {name: {"kind": item.kind, "state": states[name]} for name, item in tracked.items()}
+            objects = {name: item.entry(states[name]) for name, item in tracked.items()}
             # A program that numbers its checkpoints itself has no counter to store.
             return {"save_counter": self._save_counter or None, "objects": objects}
 

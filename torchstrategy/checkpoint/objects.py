@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy.base.context import get_strategy
 from torchstrategy.base.names import uncompiled_name
@@ -21,6 +22,8 @@ from torchstrategy.checkpoint.tracked import (
     Group,
     Plan,
     Tracked,
+    TrackedScheduler,
+    TrackedStateful,
     TrackedTensor,
     TrackedVariable,
     check_parameters,
@@ -159,20 +162,6 @@ class TrackedModule(Tracked):
                 if isinstance(value, Variable):
                     state[f"{prefix}.{name}" if prefix else name] = user_variable(value)
         return state
-
-
-class TrackedStateful(Tracked):
-    """Anything with ``state_dict`` and ``load_state_dict``, such as a scheduler or a distributed dataset."""
-
-    @property
-    def is_collective(self) -> bool:
-        return getattr(self.obj, "state_is_collective", False) is True
-
-    def capture(self, strategy: Any) -> Any:  # noqa: ARG002
-        return to_plain(self.obj.state_dict(), self.name)
-
-    def plan(self, state: Any, strategy: Any) -> Plan:  # noqa: ARG002
-        return Plan(lambda: self.obj.load_state_dict(state), [self.name])
 
 
 class TrackedScaler(TrackedStateful):
@@ -320,6 +309,7 @@ def track_object(name: str, obj: Any) -> Tracked:
         (Tensor, TrackedTensor),
         (torch.optim.Optimizer, TrackedOptimizer),
         (torch.amp.GradScaler, TrackedScaler),
+        (LRScheduler, TrackedScheduler),
         (torch.Generator, TrackedGenerator),
     ):
         if isinstance(obj, cls):
@@ -333,12 +323,12 @@ def track_object(name: str, obj: Any) -> Tracked:
     )
 
 
-def track_all(items: Mapping[str, Any]) -> dict[str, Tracked]:
-    """Return what saves and restores each object of a structure."""
+def track_all(items: Mapping[str, Any], beside: Mapping[str, Tracked] = MappingProxyType({})) -> dict[str, Tracked]:
+    """Return what saves and restores each object of a structure; ``beside`` it are objects of the same checkpoint."""
     tracked = {name: track_object(name, item) for name, item in items.items() if not isinstance(item, Group)}
     if optimizers := [item for item in tracked.values() if isinstance(item, TrackedOptimizer)]:
         names: dict[int, str] = {}
-        for name, item in tracked.items():
+        for name, item in {**beside, **tracked}.items():
             if isinstance(item, TrackedModule):
                 for path, parameter in item.obj.named_parameters():
                     names.setdefault(id(parameter), f"{name}.{path}")

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import add_note, logger
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 
 __all__ = ["CheckpointLoadStatus", "InitializationOnlyStatus", "Restoration", "join"]
@@ -89,6 +89,11 @@ class Restoration:
                 f"{item.name} is a {item.kind}, but the checkpoint holds a {entry['kind']} under this name. Give the "
                 "objects the names that they were saved under."
             )
+        if (saved := entry.get("class", item.class_name)) != item.class_name:
+            raise ValueError(
+                f"The checkpoint's {item.name} is a {saved}, the object is a {item.class_name}. Restore it into one of "
+                "the same class, or leave it out."
+            )
         return item.plan(entry["state"], strategy)
 
     def require_match(self, tracked: Mapping[str, Tracked], plans: Mapping[str, Plan]) -> None:
@@ -109,7 +114,13 @@ class Restoration:
 
     def give(self, name: str, item: Tracked, plan: Plan) -> None:
         """Change an object as planned."""
-        plan.apply()
+        try:
+            plan.apply()
+        except Exception as error:
+            add_note(
+                error, f"Raised by {item.name} when it got its values of {self.path}. Other objects may have theirs."
+            )
+            raise
         self._given[name] = _Given(_reference(item.obj), plan.matched, plan.missing, plan.unused)
         del self._waiting[name]
 

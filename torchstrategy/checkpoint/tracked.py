@@ -22,12 +22,15 @@ from torchstrategy import errors
 from torchstrategy.base.options import VariableAggregation
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.replicas.dtensors import is_dtensor, keeps_parts
+from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.on_read import SyncOnReadVariable
 
 __all__ = [
     "Group",
     "Plan",
     "Tracked",
+    "TrackedScheduler",
+    "TrackedStateful",
     "TrackedTensor",
     "TrackedVariable",
     "check_parameters",
@@ -35,6 +38,7 @@ __all__ = [
     "divided_as",
     "gathered",
     "no_shape_message",
+    "scheduler_name",
     "to_plain",
     "walk",
 ]
@@ -109,6 +113,11 @@ def check_parameters(name: str, saved: Mapping[str, Any], shapes: list[Any], nam
     Raises:
         ValueError: they are others, or in another order.
     """
+    if len(saved["shapes"]) != len(shapes) and [*filter(None, saved["shapes"])] == [*filter(None, shapes)]:
+        raise ValueError(
+            f"{name} has {len(shapes)} parameter groups, the checkpoint's has {len(saved['shapes'])}: one without "
+            "parameters counts, too. Build the optimizer with the same groups as when it was saved."
+        )
     for group, (then, now) in enumerate(_zip_longest(saved["shapes"], shapes)):
         if not _same_shapes(then, now):
             raise ValueError(
@@ -212,6 +221,16 @@ class Tracked(ABC):
         """What the file says the object is."""
         return type(self).__name__.removeprefix("Tracked").lower()
 
+    @property
+    def class_name(self) -> str | None:
+        """Of what class an object must be to be given the state, if a restore itself could not tell."""
+        return None
+
+    def entry(self, state: Any) -> dict[str, Any]:
+        """Return what the file holds of a captured state."""
+        of_class = {} if self.class_name is None else {"class": self.class_name}
+        return {"kind": self.kind, **of_class, "state": state}
+
     @abstractmethod
     def capture(self, strategy: Any) -> Any:
         """Return the object's state as plain data."""
@@ -310,6 +329,46 @@ class TrackedVariable(TrackedTensor):
                 "restored. Give it an aggregation, or leave it out of the checkpoint."
             )
         return Plan(lambda: self.obj.assign(state), [self.name])
+
+
+class TrackedStateful(Tracked):
+    """Anything with ``state_dict`` and ``load_state_dict``, such as a distributed dataset."""
+
+    @property
+    @override
+    def is_collective(self) -> bool:
+        return getattr(self.obj, "state_is_collective", False) is True
+
+    @override
+    def capture(self, strategy: Any) -> Any:
+        return to_plain(self.obj.state_dict(), self.name)
+
+    @override
+    def plan(self, state: Any, strategy: Any) -> Plan:
+        check = getattr(type(self.obj), "_check_state", None)  # a dataset's; other objects say it when they are changed
+        if check is not None:
+            check(self.obj, state)
+        return Plan(lambda: self.obj.load_state_dict(state), [self.name])
+
+
+class TrackedScheduler(TrackedStateful):
+    """A learning-rate scheduler, which takes whatever it is given: another one's numbers would be of no use to it."""
+
+    @property
+    @override
+    def kind(self) -> str:
+        return "stateful"
+
+    @property
+    @override
+    def class_name(self) -> str:
+        return scheduler_name(bodies(self.obj)[0])
+
+
+def scheduler_name(scheduler: Any) -> str:
+    """Return a scheduler's class, with those of the schedulers that it calls."""
+    parts = ", ".join(map(scheduler_name, getattr(scheduler, "_schedulers", ())))
+    return type(scheduler).__name__ + (f"({parts})" if parts else "")
 
 
 def check_tensor(name: str, saved: Any, own: Tensor) -> None:

@@ -184,9 +184,13 @@ class DistributedDataset:
             TypeError: it is no such state.
             InvalidArgumentError: it is of a dataset that is read in another way.
         """
+        self._cursor = Cursor(self._check_state(state)[state["kind"]], None, state["position"])
+
+    def _check_state(self, state: dict[str, Any]) -> dict[str, Source]:
+        """Check a state as ``load_state_dict`` does; return the sources by the kinds of their states."""
         sources = {source.kind: source for source in (self._other_source, self._source) if source is not None}
         check_state(state, list(sources))
-        self._cursor = Cursor(sources[state["kind"]], None, state["position"])
+        return sources
 
     @property
     def state_is_collective(self) -> bool:
@@ -339,6 +343,9 @@ class DistributedIterator:
         self._elements.clear()
         self._end = self._end_state = None
         self._num_read = self._num_given = 0
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        self._dataset._check_state(state)
 
     @property
     def state_is_collective(self) -> bool:

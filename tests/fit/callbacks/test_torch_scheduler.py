@@ -106,6 +106,16 @@ def test_a_restored_scheduler_goes_on(factory, interval):
     assert seen == pytest.approx(unbroken[2:], abs=0)
 
 
+def test_the_state_of_another_class_is_refused():
+    callback, _ = fit(TorchLRScheduler(halving), [{}], model=Model(lr=1.0))
+    state = callback.state_dict()["TorchLRScheduler"]
+    other = TorchLRScheduler(functools.partial(lr_scheduler.ConstantLR, total_iters=2))
+    other.set_model(Model(lr=1.0))
+    other.on_train_begin()
+    with pytest.raises(ValueError, match=r"had a scheduler .*, this one has a ConstantLR\. Use the same"):
+        other.load_state_dict(state)
+
+
 def test_a_scheduler_of_another_optimizer_is_refused():
     scheduler = halving(Model().optimizer)
     with pytest.raises(ValueError, match=r"ExponentialLR among the callbacks is of another optimizer"):

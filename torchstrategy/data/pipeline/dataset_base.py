@@ -110,6 +110,9 @@ class Pipeline(IterableDataset[Any]):
         """
         self._position.load_state_dict(state_dict)
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        self._position.check(state)
+
     def cardinality(self) -> int:
         """Return the number of elements, as far as it is known without reading them.
 

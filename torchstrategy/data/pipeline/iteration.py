@@ -105,6 +105,18 @@ class Iterations:
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iteration begin at a state."""
+        self.check(state)
+        self._loaded = state
+        self._latest = self._left = None
+        self._latest_number += 1
+
+    def check(self, state: State) -> None:
+        """Check that a state is one of this pipeline.
+
+        Raises:
+            TypeError: it is none of a dataset.
+            InvalidArgumentError: it is another pipeline's.
+        """
         op = self._share_of_worker()[0]
         keys = {"pipeline", "is_finished", "keys", "memories", "position"}
         if not isinstance(state, dict) or set(state) != keys:
@@ -114,9 +126,6 @@ class Iterations:
                 + (f"that of a distributed dataset. {OTHER_POSITION}" if is_distributed else f"{state!r:.200}")
             )
         _check_pipeline(state, op)
-        self._loaded = state
-        self._latest = self._left = None
-        self._latest_number += 1
 
     def _take_over(self, number: int, iterator: PipelineIterator) -> None:
         if number == self._latest_number:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from torchstrategy.checkpoint.tracked import scheduler_name
 from torchstrategy.fit.callbacks.callback import Callback, Logs, is_chief
 from torchstrategy.fit.callbacks.progress import print_line
 from torchstrategy.fit.callbacks.stopping import Goal, check_mode, find_goal, read_monitored
@@ -351,10 +352,17 @@ class TorchLRScheduler(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
             return {}
-        return {"scheduler": self._scheduler.state_dict(), "iterations": self._iterations}
+        name = scheduler_name(self._scheduler)
+        return {"class": name, "scheduler": self._scheduler.state_dict(), "iterations": self._iterations}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        name = scheduler_name(self._scheduler)
+        if state.get("class", name) != name:
+            raise ValueError(
+                f"The interrupted training had a scheduler {state['class']}, this one has a {name}. Use the same, or "
+                "start anew with another directory."
+            )
         self._scheduler.load_state_dict(state["scheduler"])
         self._iterations = state["iterations"]
 
