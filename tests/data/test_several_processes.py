@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -336,6 +338,11 @@ def by_rank(data):
             [lambda: DataLoader(range(8), 2), lambda: DataLoader(range(6), 2)],
             r"data that they divide.*rank 0: 4 batches.*rank 1: 3 batches",
         ),
+        ([lambda: DataLoader([1, 2], 2), lambda: DataLoader([2, 1], 2)], "2 examples, of which checksum"),
+        (
+            [lambda: DataLoader([(torch.zeros(2), "a")], 1), lambda: DataLoader([(torch.zeros(2), "b")], 1)],
+            "1 examples, of which checksum",
+        ),
         ([lambda: DataLoader(range(8), 2)] * 2 + [lambda: DataLoader(range(1, 9), 2, sampler=range(1, 8))], "rank 2"),
         (
             [
@@ -364,6 +371,37 @@ def by_rank(data):
 def test_ranks_that_disagree_are_named(data, message):
     with pytest.raises(DisagreementError, match=message):
         run_ranks(len(data), by_rank(data))
+
+
+class Listing(Dataset):
+    def __init__(self, **lists):
+        self.__dict__.update(lists)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ([{"files": [f"/{folder}/{i}.png" for i in range(4)]} for folder in "ab"], None),
+        ([{"files": list(files), "labels": [0] * 4} for files in ("abcd", "abdc")], "its files differ"),
+        ([{"pairs": [(f"/x/{name}", 0) for name in files]} for files in ("abcd", "bacd")], "its pairs differ"),
+        ([{"x": torch.arange(4.0) + rank} for rank in range(2)], "its x differ"),
+        ([{"cache": [None] * 4, "rank": rank, "other": [rank]} for rank in range(2)], None),
+    ],
+)
+def test_datasets_that_list_other_examples_are_told(lists, said, recwarn):
+    datasets = [Listing(**own) for own in lists]
+    for data in (datasets, [Subset(ConcatDataset([dataset]), range(3)) for dataset in datasets]):
+        run_ranks(2, by_rank([partial(DataLoader, own, 2) for own in data]))
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == (0 if said is None else 2)
+    assert all("The dataset of rank 1 has other examples than rank 0's" in text for text in told)
+    assert said is None or (f": {said}." in told[0] and f"its datasets[0].{said[4:]}." in told[1])
 
 
 def test_shuffling_by_python_is_found_out():

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader
 
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.log import warn_once, warning_once
 from torchstrategy.data.batch import Components, component_kind
 from torchstrategy.data.example_lists import Examples
-from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.errors import DisagreementError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -39,12 +38,10 @@ __all__ = [
     "SharedStream",
     "Workers",
     "check_equal",
-    "check_first_batch",
     "check_kinds",
     "checksum",
     "declared_batch_size",
     "find_generators",
-    "held_data",
     "is_pipeline",
     "kind_of",
     "known_length",
@@ -271,23 +268,6 @@ def check_kinds(kinds: Sequence[list[str] | None]) -> None:
         )
 
 
-def check_first_batch(workers: Workers, batch: Components) -> None:
-    """Check that the first batches that the ranks loaded are of one kind.
-
-    Raises:
-        DisagreementError: they are not.
-    """
-    check_kinds(workers.exchange("structure of the first batch", kind_of(batch)))
-
-
-def held_data(dataset: Any) -> tuple[int | None, int]:
-    """Return what can be compared of a map-style dataset without loading examples: its length, and a checksum.
-
-    Tensors are compared in part, the indices of subsets wholly: a ``random_split`` may have been drawn on each rank.
-    """
-    return known_length(dataset), _held_checksum(dataset)
-
-
 def warn_of_other_values(workers: Workers, batch: Components) -> None:
     """Warn if the ranks read a first batch with different values, each of which loses what the others divide."""
     values = workers.exchange("values of the first global batch", checksum(batch.leaves))
@@ -328,20 +308,6 @@ def note_small_batch(data: Any, placement: Placement) -> None:
             f"{num_replicas - size} without examples. The batch size is that of all replicas together: choose "
             f"at least {num_replicas}, at best a multiple of it."
         )
-
-
-def _held_checksum(dataset: Any) -> int:
-    if isinstance(dataset, Subset):
-        try:
-            indices = array("q", dataset.indices).tobytes()
-        except (TypeError, OverflowError):  # keys of another kind
-            indices = b""
-        return zlib.crc32(indices, _held_checksum(dataset.dataset))
-    if isinstance(dataset, ConcatDataset):
-        return zlib.crc32(repr([_held_checksum(part) for part in dataset.datasets]).encode())
-    if isinstance(dataset, TensorDataset):
-        return checksum(dataset.tensors)
-    return checksum(dataset.arrays) if isinstance(dataset, ArrayDataset) else 0
 
 
 def raw_bytes(leaf: Any, which: slice) -> bytes:

@@ -39,11 +39,10 @@ from torchstrategy.data.data_order import (
     SharedStream,
     Workers,
     check_equal,
-    check_first_batch,
     find_generators,
-    held_data,
     known_length,
 )
+from torchstrategy.data.policy import check_first_batch, held_data
 from torchstrategy.data.position import END, TAKEN_OVER, Position, random_state, restore_generators
 from torchstrategy.data.seeding import IndexBatch, seed_batches, step_seed
 from torchstrategy.data.sources import splittable_element
@@ -215,7 +214,7 @@ class _Reading:
             return split_batch(components(first), self._placement)
         if not self._sampler.is_compared:
             self._sampler.is_compared = True
-            check_first_batch(self._workers, components(first))
+            check_first_batch(self._workers, components(first), self._sampler.dataset)
         parts = [components(first), *(components(next(items)) for _ in range(1, step.num_loads))]
         for batch in parts:
             check_splittable(batch, self._placement.num_replicas)
@@ -256,6 +255,7 @@ class _IndexBatches:
     def __init__(self, loader: DataLoader[Any], placement: Placement, workers: Workers | None) -> None:
         self._batch_sampler: Iterable[Any] = loader.batch_sampler  # type: ignore[assignment]
         self._generators = find_generators(loader)
+        self.dataset = loader.dataset
         self._held_data = (None, 0) if workers is None else held_data(loader.dataset)
         self.draws_once = _draws_once(loader)
         self.is_compared = False  # whether the ranks have looked at each other's first batch

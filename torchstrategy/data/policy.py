@@ -1,22 +1,39 @@
-"""Which sharding policy several processes follow, and why."""
+"""Which sharding policy several processes follow, and why; and whether they have the same examples to divide."""
 
 from __future__ import annotations
 
 import copy
 import os
 import zlib
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+import numpy as np
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import logger, warn_once
 from torchstrategy.base.options import AutoShardPolicy
-from torchstrategy.data.data_order import Workers, check_equal, is_pipeline
+from torchstrategy.data.batch import Components
+from torchstrategy.data.data_order import (
+    Workers,
+    check_equal,
+    check_kinds,
+    checksum,
+    is_pipeline,
+    kind_of,
+    known_length,
+    raw_bytes,
+)
+from torchstrategy.data.numpy import ArrayDataset
 from torchstrategy.errors import InvalidArgumentError, NotFoundError
 
-__all__ = ["Sharding", "choose_sharding", "shard"]
+__all__ = ["Sharding", "check_first_batch", "choose_sharding", "held_data", "shard"]
+
+_NUM_COMPARED = 16
+_NAMES = (str, os.PathLike, int, float)
 
 
 @dataclass(frozen=True)
@@ -152,3 +169,90 @@ def _num_files(data: Any) -> int | None:
 def _base(name: Any) -> Any:
     """Return a file's name without its folder, which may be another one on another machine."""
     return [_base(part) for part in name] if isinstance(name, (tuple, list)) else os.path.basename(str(name))
+
+
+def check_first_batch(workers: Workers, batch: Components, dataset: Any) -> None:
+    """Check that the first batches that the ranks loaded are of one kind, and warn if the dataset lists other examples.
+
+    Raises:
+        DisagreementError: they are of different kinds.
+    """
+    heard = workers.exchange("structure of the first batch", [kind_of(batch), _lists_of_examples(dataset)])
+    check_kinds([kind for kind, _ in heard])
+    lists = [own for _, own in heard]
+    different = [rank for rank, own in enumerate(lists) if own != lists[0]]
+    if different:
+        names = sorted(name for own in lists for name in own if own[name] != lists[0].get(name))
+        warn_once(
+            f"The dataset of rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} has other examples than "
+            f"rank 0's, or has them in another order: its {', '.join(dict.fromkeys(names)) or 'lists'} differ. Each "
+            "process loads only its own part of a batch, so examples get lost and come twice. Sort what glob or "
+            "os.listdir found, and seed what shuffles, splits or makes up examples alike on every rank. (If only a "
+            "cache differs, all is well.)"
+        )
+
+
+def held_data(dataset: Any) -> tuple[int | None, int]:
+    """Return what can be compared of a map-style dataset without loading examples: its length, and a checksum.
+
+    Tensors are compared in part, the indices of subsets wholly: a ``random_split`` may have been drawn on each rank.
+    """
+    return known_length(dataset), _held_checksum(dataset)
+
+
+def _held_checksum(dataset: Any) -> int:
+    if isinstance(dataset, Subset):
+        try:
+            indices = array("q", dataset.indices).tobytes()
+        except (TypeError, OverflowError):  # keys of another kind
+            indices = b""
+        return zlib.crc32(indices, _held_checksum(dataset.dataset))
+    if isinstance(dataset, ConcatDataset):
+        return zlib.crc32(repr([_held_checksum(part) for part in dataset.datasets]).encode())
+    if type(dataset) in (list, tuple):
+        return _checksum_of_entries(dataset)
+    if isinstance(dataset, TensorDataset):
+        return checksum(dataset.tensors)
+    return checksum(dataset.arrays) if isinstance(dataset, ArrayDataset) else 0
+
+
+def _lists_of_examples(dataset: Any) -> dict[str, int]:
+    """Return checksums of a dataset's lists, arrays and tables that have an entry for each example, such as files."""
+    if isinstance(dataset, Subset):
+        return _lists_of_examples(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        parts = enumerate(dataset.datasets)
+        return {f"datasets[{i}].{name}": value for i, part in parts for name, value in _lists_of_examples(part).items()}
+    length, found = known_length(dataset), dict[str, int]()
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if not length or known_length(value) != length:
+            continue
+        if type(value) in (list, tuple) and all(isinstance(leaf, _NAMES) for leaf in _leaves(value[0])):
+            found[name] = _checksum_of_entries(value)
+        elif isinstance(value, (Tensor, np.ndarray)):
+            found[name] = checksum([value])
+        elif hasattr(value, "iloc"):  # a table of pandas
+            found[name] = _checksum_of_entries(value.iloc[:_NUM_COMPARED].to_numpy().tolist())
+    return found
+
+
+def _leaves(entry: Any) -> Iterator[Any]:
+    """Yield what an entry consists of; strings each by themselves."""
+    if isinstance(entry, (list, tuple, dict)):
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from _leaves(part)
+    else:
+        yield entry
+
+
+def _checksum_of_entries(values: Sequence[Any]) -> int:
+    """Return a checksum of the first entries and some others; of paths without their folders, which may differ."""
+    value = 0
+    for leaf in _leaves([*values[:_NUM_COMPARED], *values[_NUM_COMPARED :: 1 + len(values) // _NUM_COMPARED]]):
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            data = raw_bytes(leaf if leaf.ndim else leaf[None], slice(None, _NUM_COMPARED))
+        else:
+            text = os.path.basename(leaf) if isinstance(leaf, (str, os.PathLike)) else repr(leaf)
+            data = text.encode(errors="replace") if isinstance(leaf, _NAMES) else type(leaf).__name__.encode()
+        value = zlib.crc32(data, value + 1)
+    return value
