@@ -250,7 +250,10 @@ class TestOneWriter:
             in_other_process(patch, "first")
             first(5)
             in_other_process(patch, "second")
-            with pytest.raises(FailedPreconditionError, match="give each a directory of its own"):
+            with pytest.raises(
+                FailedPreconditionError,
+                match=r"give each a directory of its own.*save within `with strategy\.scope\(\):`",
+            ):
                 second(6)
 
     def test_save_without_a_manager(self, tmp_path, monkeypatch):

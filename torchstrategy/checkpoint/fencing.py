@@ -74,7 +74,8 @@ class Fence:
             f"Nothing is saved to {self.directory}: {index.writer or 'another program'} has saved {index.latest} there "
             f"in the meantime, as attempt {index.order.attempt} of the job, and this process ({_writer()}) knew of "
             f"attempt {self._known[0]} only. If the job was started again elsewhere, end this process. If two jobs "
-            "write there, give each a directory of its own."
+            "write there, give each a directory of its own. If both are ranks of one job, the checkpoint holds nothing "
+            "that was made in its strategy's scope: save within `with strategy.scope():`, and the chief writes for all."
         )
 
 
