@@ -541,3 +541,29 @@ def test_an_error_of_an_objects_own_says_which_one(prefix):
     with pytest.raises(KeyError) as caught:
         ts.train.Checkpoint(thing=Stubborn()).restore(path)
     assert "Raised by thing when it got its values of " in "".join(caught.value.__notes__)
+
+
+def test_gradients_that_wait_for_a_step_are_warned_of(prefix, recwarn):
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+    checkpoint = ts.train.Checkpoint(model=model, accumulating=optimizer)
+
+    def step(is_last):
+        model(torch.ones(1, 2)).sum().backward()
+        if is_last:
+            optimizer.step()
+
+    strategy.run(step, args=(True,))
+    checkpoint.save(prefix)  # with gradients that were used
+    strategy.run(lambda: optimizer.zero_grad())
+    strategy.run(step, args=(False,))
+    assert not recwarn
+    checkpoint.save(prefix)
+    assert "while accumulating had gradients that no step had used" in str(recwarn.pop(UserWarning).message)
+
+
+def test_a_loader_says_what_has_a_position():
+    with pytest.raises(ValueError, match=r"Give it what experimental_distribute_dataset\(loader\) of a strategy"):
+        ts.train.Checkpoint(data=torch.utils.data.DataLoader([1]))

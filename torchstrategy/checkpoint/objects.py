@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from torchstrategy.base.context import get_strategy
+from torchstrategy.base.log import warn_once
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.process_reports import is_writer
@@ -188,7 +190,8 @@ class TrackedOptimizer(Tracked):
         optimizer = bodies(self.obj)[0]
         return shard_of(optimizer) is not None or any(map(is_dtensor, optimizer_parameters(optimizer)))
 
-    def capture(self, strategy: Any) -> Any:  # noqa: ARG002
+    def capture(self, strategy: Any) -> Any:
+        self._warn_of_gradients(strategy)
         shapes = self._shapes()
         if any(None in group for group in shapes):
             raise ValueError(no_shape_message(f"A parameter of {self.name}"))
@@ -203,6 +206,16 @@ class TrackedOptimizer(Tracked):
             )
         check_parameters(self.name, state, self._shapes(), self._known_names())
         return Plan(lambda: self._load(state["state"]), [self.name])
+
+    def _warn_of_gradients(self, strategy: Any) -> None:
+        ledger = getattr(getattr(strategy, "gradients", None), "ledger", None)
+        if ledger is None or all(ledger.own_pass(p) is None for p in optimizer_parameters(bodies(self.obj)[0])):
+            return
+        warn_once(
+            f"A checkpoint was saved while {self.name} had gradients that no step had used. It holds none, so the next "
+            "step of who goes on from it lacks them. With accumulation save after optimizer.step(), and let a call of "
+            "PreemptionCheckpointHandler.run make a whole step. (If the next one begins with zero_grad(), all is well.)"
+        )
 
     def _load(self, state: dict[str, Any]) -> None:
         self.obj.load_state_dict(self._as_here(state))
@@ -316,10 +329,13 @@ def track_object(name: str, obj: Any) -> Tracked:
             return tracked(name, obj)
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
         return TrackedStateful(name, obj)
+    hint = "Wrap a number: torch.tensor(0)."
+    if isinstance(obj, DataLoader):  # which the default strategy returns as it is
+        hint = "Give it what experimental_distribute_dataset(loader) of a strategy like ts.OneDeviceStrategy returns."
     raise ValueError(
         f"A checkpoint can't hold {name}={obj!r} of type {type(obj).__name__}: it must be a module, an optimizer, a "
         "metric, a variable, a generator, a tensor, anything with state_dict and load_state_dict, or a dict, list or "
-        "tuple of these. Wrap a number: torch.tensor(0)."
+        f"tuple of these. {hint}"
     )
 
 

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import torchstrategy as ts
 from torchstrategy.data.pipeline.op import Node
 from torchstrategy.data.pipeline.parallel import Prefetch
+from torchstrategy.errors import InvalidArgumentError
 
 Dataset = ts.data.Dataset
 
@@ -281,6 +282,7 @@ import torch
 import torchstrategy as ts
 from torchstrategy.data.pipeline.op import Node
 from torchstrategy.data.pipeline.parallel import Prefetch
+from torchstrategy.errors import InvalidArgumentError
 
 torch.set_num_threads(1)
 elements = iter(ts.data.Dataset.range(100).map(lambda x: torch.randn(600, 600) @ torch.randn(600, 600)).prefetch(4))
@@ -389,3 +391,17 @@ def test_a_distributed_dataset_goes_on_with_other_replicas(before, after):
     second = distribute(after)
     second.load_state_dict(state)
     assert seen + [ids(local) for local in second] == expected
+
+
+def test_an_iterator_goes_on_from_a_checkpoint_as_in_tf(tmp_path):
+    dataset = ts.data.Dataset.range(10).shuffle(5, seed=1).batch(3)
+    iterator = iter(dataset)
+    next(iterator)
+    path = ts.train.Checkpoint(iterator=iterator).save(tmp_path / "ckpt")
+    rest = [batch.tolist() for batch in iterator]
+    other = iter(ts.data.Dataset.range(10).shuffle(5, seed=1).batch(3))
+    for _ in range(2):  # wherever it was
+        ts.train.Checkpoint(iterator=other).restore(path).assert_consumed()
+        assert [batch.tolist() for batch in other] == rest
+    with pytest.raises(InvalidArgumentError, match="another pipeline"):
+        iter(ts.data.Dataset.range(10)).load_state_dict(other.state_dict())

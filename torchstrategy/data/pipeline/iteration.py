@@ -117,15 +117,7 @@ class Iterations:
             TypeError: it is none of a dataset.
             InvalidArgumentError: it is another pipeline's.
         """
-        op = self._share_of_worker()[0]
-        keys = {"pipeline", "is_finished", "keys", "memories", "position"}
-        if not isinstance(state, dict) or set(state) != keys:
-            is_distributed = isinstance(state, dict) and "kind" in state
-            raise TypeError(
-                "Expected what state_dict() of a ts.data.Dataset returned. Received: "
-                + (f"that of a distributed dataset. {OTHER_POSITION}" if is_distributed else f"{state!r:.200}")
-            )
-        _check_pipeline(state, op)
+        _check_state(state, self._share_of_worker()[0])
 
     def _take_over(self, number: int, iterator: PipelineIterator) -> None:
         if number == self._latest_number:
@@ -202,6 +194,19 @@ class PipelineIterator(Iterator[Any]):
         """
         return _checked(self.final_state())
 
+    def load_state_dict(self, state_dict: State) -> None:
+        """Continue where a state was taken; if that was at the end, a new iteration begins.
+
+        Raises:
+            TypeError: it is no state of a dataset.
+            InvalidArgumentError: it belongs to another pipeline; nothing has changed.
+        """
+        self._check_state(state_dict)
+        self._loaded, self._node, self._is_finished, self._failure = state_dict, None, False, None
+
+    def _check_state(self, state: State) -> None:
+        _check_state(state, self._op)
+
     def final_state(self) -> State:
         """Return the position after the last element, or an error."""
         if self._failure is not None:
@@ -240,6 +245,17 @@ def _state(op: Op, *, is_finished: bool, keys: list[list[int]], position: State 
         "memories": memories,
         "position": position,
     }
+
+
+def _check_state(state: State, op: Op) -> None:
+    keys = {"pipeline", "is_finished", "keys", "memories", "position"}
+    if not isinstance(state, dict) or set(state) != keys:
+        is_distributed = isinstance(state, dict) and "kind" in state
+        raise TypeError(
+            "Expected what state_dict() of a ts.data.Dataset returned. Received: "
+            + (f"that of a distributed dataset. {OTHER_POSITION}" if is_distributed else f"{state!r:.200}")
+        )
+    _check_pipeline(state, op)
 
 
 def _check_pipeline(state: State, op: Op) -> None:
