@@ -213,6 +213,16 @@ def test_files_are_deleted_when_all_is_done(tmp_path):
     assert not folder.exists()
 
 
+def test_a_directory_for_two_fits_is_warned_of(tmp_path, recwarn):
+    fit(tmp_path / "kept")
+    fit(tmp_path / "kept", epochs=4)  # it goes on
+    fit(tmp_path, backup=BackupAndRestore(tmp_path / "one"))
+    fit(tmp_path, backup=BackupAndRestore(tmp_path / "other"))
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"An earlier fit of this program had the same BackupAndRestore\('.*one'\)"):
+        fit(tmp_path, backup=BackupAndRestore(tmp_path / "one"))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import logger, warn_once
 from torchstrategy.checkpoint.archive import SUFFIX
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.directory import check_own, index_path
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.objects import track_object
 from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
-from torchstrategy.checkpoint.storage import delete_file, delete_leftovers, list_files
+from torchstrategy.checkpoint.storage import absolute, delete_file, delete_leftovers, list_files
 from torchstrategy.fit.callbacks.callback import Callback, Logs
 from torchstrategy.fit.callbacks.model_checkpoint import (
     check_on_write_error,
@@ -39,6 +39,8 @@ _NAME = "backup"
 _FILE = re.compile(rf"{_NAME}-(\d+){re.escape(SUFFIX)}")
 #: So that there is one if the newest is damaged.
 _NUM_KEPT = 2
+#: Directories whose files were deleted when a ``fit`` of this program was done.
+_done: set[str] = set()
 
 
 class BackupAndRestore(Callback):
@@ -53,7 +55,7 @@ class BackupAndRestore(Callback):
     What is saved of a callback is its ``state_dict``; it is called after all other callbacks.
 
     Args:
-        backup_dir: a directory for these files alone, which all processes share.
+        backup_dir: a directory for these files alone, which all processes share; one for each ``fit``.
         save_freq: ``"epoch"`` saves after each epoch, a number every so many batches.
         double_checkpoint: taken because Keras has it. Two backups are kept in any case: with one, a damaged file would
             lose all.
@@ -127,6 +129,12 @@ class BackupAndRestore(Callback):
             self._position.seed = self._agree(torch.initial_seed(), "seed of BackupAndRestore")[0]
         self._last_batch = self._position.step - 1
         if self.model.distribute_strategy.is_chief:
+            if restored is None and absolute(self.backup_dir) in _done:
+                warn_once(
+                    f"An earlier fit of this program had the same BackupAndRestore({self.backup_dir!r}). If the "
+                    "program is interrupted now and started again, the earlier one takes up what this one has saved, "
+                    "and this one begins anew. Give each fit a directory of its own."
+                )
             delete_leftovers(self.backup_dir)
         if self.save_before_preemption:
             self._stop = AgreedStop(self._agree, PreemptionWatcher(self._termination), checkpoint)
@@ -162,6 +170,7 @@ class BackupAndRestore(Callback):
     def on_train_end(self, logs: Logs = None) -> None:
         if self.delete_checkpoint:
             self._delete()
+            _done.add(absolute(self.backup_dir))
         elif not self._is_saved:
             self._save()
         self._release()
