@@ -346,6 +346,36 @@ def test_mistakes(tmp_path):
             handler.save_checkpoint_if_preempted()
         with pytest.raises(RuntimeError, match=r"run was called inside of the step"):
             handler.run(handler.run, print)
+        with pytest.raises(TypeError, match=r"takes a function and its arguments, which it calls: .* Received: None"):
+            handler.run(None)
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_what_the_checkpoint_does_not_hold_is_said(tmp_path, caplog, in_scope):
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    dataset, other = (strategy.experimental_distribute_dataset(torch.ones(4, 1), batch_size=2) for _ in range(2))
+    list(other)  # which is at its end, as an evaluation's
+
+    def go_on(**more):
+        caplog.clear()
+        folder = tmp_path / str(len(more))
+        with PreemptionCheckpointHandler(None, ts.train.Checkpoint(model=model, **more), folder) as handler:
+            iterator = iter(dataset)
+            next(iterator)
+            if in_scope:
+                with handler.watch_preemption_scope():
+                    handler.save_checkpoint_if_preempted()
+            for _ in range(2):
+                handler.run(int)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    (line,) = go_on(scheduler=scheduler)
+    assert "does not hold the optimizer SGD, the dataset that is read. If" in line
+    assert go_on(scheduler=scheduler, optimizer=optimizer, dataset=dataset) == []
 
 
 @pytest.mark.end_to_end

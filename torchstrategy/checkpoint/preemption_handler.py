@@ -7,11 +7,17 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.directory import check_own
 from torchstrategy.checkpoint.manager import CheckpointManager
 from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig, check_positive
+from torchstrategy.replicas.record import owned_by
 
 __all__ = ["PreemptionCheckpointHandler"]
 
@@ -121,8 +127,14 @@ class PreemptionCheckpointHandler:
             RuntimeError: called in replica context, inside of itself, or within ``watch_preemption_scope``.
         """
         self._require_outside("run")
+        if not callable(distributed_train_function):
+            raise TypeError(
+                "PreemptionCheckpointHandler.run takes a function and its arguments, which it calls: "
+                f"handler.run(strategy.run, step, args=batch). Received: {distributed_train_function!r}"
+            )
         if self._calls.number == self._calls.restored:  # before the first step, there is nothing to save
             self._end_if_due(is_saved=True)
+            self._note_left_out()
         with self._inside():
             result = distributed_train_function(*args, **kwargs)
         self._calls.number += 1
@@ -150,6 +162,8 @@ class PreemptionCheckpointHandler:
         """
         if not self._is_inside:
             raise ValueError("save_checkpoint_if_preempted must be called within handler.watch_preemption_scope().")
+        if self._calls.number == self._calls.restored:
+            self._note_left_out()
         self._calls.number += 1
         self._end_if_due(args=args, kwargs=kwargs)
 
@@ -174,6 +188,28 @@ class PreemptionCheckpointHandler:
             self._stop.save_and_end(
                 lambda: None if is_saved else self._save(*args, **(kwargs or {})),
                 f"the state after {self.total_run_calls} calls in {self._manager.directory}",
+            )
+
+    def _note_left_out(self) -> None:
+        """Say what the checkpoint does not hold though the program trains with it."""
+        checkpoint = self._manager.checkpoint
+        strategy, tracked = checkpoint._strategy(), [item.obj for item in checkpoint._track().values()]
+        known = {id(obj) for part in tracked for obj in (part, getattr(part, "_dataset", None))}
+        missing = [
+            f"the {kind} {type(obj).__name__}"
+            for obj in getattr(strategy, "record", ())
+            for kind, cls in (("optimizer", Optimizer), ("scheduler", LRScheduler), ("scaler", GradScaler))
+            if isinstance(obj, cls) and id(obj) not in known
+        ]
+        datasets = [obj for obj in owned_by(strategy) if id(obj) not in known and hasattr(type(obj), "is_under_way")]
+        with contextlib.suppress(Exception):  # of a user's own data, whose state nobody has asked for
+            missing += ["the dataset that is read"] * any(dataset.is_under_way for dataset in datasets)
+        if missing and strategy.is_chief:
+            logger.warning(
+                "PreemptionCheckpointHandler: the checkpoint does not hold %s. If the program is interrupted and "
+                "started again, that begins anew, and the steps are not those of an unbroken run: give it to "
+                "ts.train.Checkpoint(...).",
+                ", ".join(missing),
             )
 
     def _save(self, *args: Any, **kwargs: Any) -> None:

@@ -197,6 +197,14 @@ class DistributedDataset:
         """Whether every process must call ``state_dict`` at the same point, because each has data of its own."""
         return self._cursor.source.is_collective
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the latest iteration has given elements, and is not known to be at its end."""
+        if self._cursor.is_at_start:
+            return False
+        position = self._cursor.local_state()
+        return position is not None and not position["is_finished"]
+
     def is_for(self, placement: Placement, workers: Workers | None) -> bool:
         """Say whether the elements are made for these replicas: those of a strategy, with its processes."""
         return self._placement == placement and self._workers is workers

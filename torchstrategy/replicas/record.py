@@ -26,6 +26,7 @@ __all__ = [
     "Record",
     "find_owner",
     "optimizer_parameters",
+    "owned_by",
     "owner",
     "recorded_classes",
     "start_recording",
@@ -74,6 +75,11 @@ def owner(obj: Any) -> Any:
     """Return the strategy that recorded an object (or a replica's copy of it), or ``None``."""
     entry = _owners.get(id(obj))
     return entry[1] if entry is not None and entry[0]() is obj else None
+
+
+def owned_by(strategy: Any) -> list[Any]:
+    """Return the living objects of a strategy: what it recorded, replicas' copies of it, and datasets."""
+    return [obj for reference, own in list(_owners.values()) if own is strategy and (obj := reference()) is not None]
 
 
 def find_owner(optimizer: torch.optim.Optimizer) -> Any:
