@@ -124,6 +124,10 @@ def restore_where_one_rank_cannot(directory):
     with pytest.raises(RuntimeError) as raised:
         ts.train.Checkpoint(**objects).restore(os.path.join(own, "ck-1"))
     is_loss = isinstance(raised.value, ts.errors.DataLossError)
+    if strategy.workers.rank == 1:
+        del objects["optimizer"]
+    with pytest.raises(RuntimeError, match=r"(?s)would restore different objects.* 0: optimizer.* 1: nothing"):
+        ts.train.Checkpoint(**objects).restore(path)
     return is_loss, str(raised.value), objects["step"].item()
 
 

@@ -234,6 +234,7 @@ def test_not_a_dataset():
         ("text", TypeError, "not a dataset"),
         (iter([torch.ones(2)]), TypeError, "iterated only once"),
         ((x for x in [torch.ones(2)]), TypeError, "generator can be iterated only once"),
+        (lambda: iter([torch.ones(2)]), TypeError, r"yields batches make one by ts\.data\.Dataset\.from_generator"),
         (torch.ones(3, 2), ValueError, "batch_size="),
         ((np.ones(3), np.ones(3)), ValueError, "batch_size="),
         (TensorDataset(torch.ones(3)), ValueError, "batch_size="),

@@ -32,6 +32,7 @@ from torchstrategy.checkpoint.restoration import (
 )
 from torchstrategy.checkpoint.storage import absolute, delete_leftovers, spilled_to
 from torchstrategy.checkpoint.tracked import Group, Plan, Tracked, walk
+from torchstrategy.replicas.record import owner
 
 __all__ = ["Checkpoint"]
 
@@ -245,7 +246,7 @@ class Checkpoint(Group):
         except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
             error = raised
         self._fence(os.path.dirname(path)).renew()
-        agree_on_restore(strategy, path, error)
+        agree_on_restore(strategy, path, error, [name for name in plans if owner(tracked[name].obj) is not None])
         for name, plan in plans.items():
             restoration.give(name, tracked[name], plan)
         for prefix, item in walk("", self):

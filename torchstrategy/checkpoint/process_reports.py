@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torchstrategy import errors
-from torchstrategy.base.names import lines_of_ranks
+from torchstrategy.base.names import difference_of_ranks, lines_of_ranks
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.storage import absolute
 
@@ -90,14 +90,21 @@ def agree_on_write(strategy: Any, path: str, failure: BaseException | None, *, i
     return all(is_written for *_, is_written in reports)
 
 
-def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
-    """Raise on every process if one of them can't restore, before any has changed anything."""
+def agree_on_restore(strategy: Any, path: str, error: Exception | None, mirrored: Sequence[str] = ()) -> None:
+    """Raise on every process if one of them can't restore, before any has changed anything.
+
+    Args:
+        strategy: the strategy.
+        path: the checkpoint.
+        error: what went wrong here.
+        mirrored: names of the objects that will be restored and are the same on all processes.
+    """
     is_lost = isinstance(error, (DamagedError, errors.NotFoundError))
     reports: list[Any] = []
     if strategy.workers is not None:
-        report = [os.path.basename(path), _describe(error), is_lost]
+        report = [os.path.basename(path), _describe(error), is_lost, sorted(mirrored)]
         reports = strategy.workers.exchange("restoring of a checkpoint", report)
-    failures = [(lost, rank, name, text) for rank, (name, text, lost) in enumerate(reports) if text is not None]
+    failures = [(lost, rank, name, text) for rank, (name, text, lost, _) in enumerate(reports) if text is not None]
     # If it failed for want of the file wherever it did, all ranks may go on from an earlier one.
     may_go_on = all(lost for lost, *_ in failures)
     if error is not None and (may_go_on or not is_lost):
@@ -108,6 +115,13 @@ def agree_on_restore(strategy: Any, path: str, error: Exception | None) -> None:
         raise kind(f"Rank {rank} could not restore the checkpoint {name}, so no rank did: {text}") from error
     if len({name for name, *_ in reports}) > 1:
         _raise_different_paths([name for name, *_ in reports])
+    found = [names for *_, names in reports]
+    if any(names != found[0] for names in found):
+        raise RuntimeError(
+            f"The ranks would restore different objects of the checkpoint {os.path.basename(path)}. "
+            f"{difference_of_ranks(found)}\nWhat was made in the strategy's scope is the same on all ranks: give it to "
+            "ts.train.Checkpoint on all of them, under the same names."
+        )
 
 
 def _raise_different_paths(names: list[str]) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ _ACCEPTED = (
     "object that can be iterated again and again and gives global batches, such as a list of batches."
 )
 
+_GENERATOR = " Of a function that yields batches make one by ts.data.Dataset.from_generator(function)."
 
 _SAME_ARRAYS = (
     "Pass the same arrays on every rank: load the same files, and seed alike what is random "
@@ -179,9 +181,9 @@ def _check_iterable(data: Any) -> None:
             "make it a list of batches, or a DataLoader with batch_size=None."
         )
     if isinstance(data, Iterator):
-        raise TypeError(f"A {type(data).__name__} can be iterated only once. {_ACCEPTED}")
+        raise TypeError(f"A {type(data).__name__} can be iterated only once. {_ACCEPTED}{_GENERATOR}")
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
-        raise TypeError(f"{data!r} is not a dataset. {_ACCEPTED}")
+        raise TypeError(f"{data!r} is not a dataset. {_ACCEPTED}{_GENERATOR if inspect.isroutine(data) else ''}")
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:
