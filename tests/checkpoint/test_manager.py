@@ -249,3 +249,19 @@ class Broken:
 
     def load_state_dict(self, state):
         raise OSError("no state")
+
+
+def test_managers_with_one_directory_are_told(tmp_path, caplog):
+    checkpoint = ts.train.Checkpoint(step=torch.tensor(0))
+    usual, best = (
+        ts.train.CheckpointManager(checkpoint, tmp_path, 2, checkpoint_name=name) for name in ("ckpt", "best")
+    )
+    usual.save()
+    usual.save()
+    assert not caplog.records
+    for manager in (best, usual, best):
+        manager.save()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"Checkpoints best-... and ckpt-... are saved to one directory, {tmp_path}, whose"
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchstrategy import errors
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import logger, warning_once
 from torchstrategy.checkpoint.archive import SUFFIX, read_seal
 from torchstrategy.checkpoint.directory import Index, Order, index_path, read_alone, read_or_rebuild
 from torchstrategy.checkpoint.storage import delete_file, is_file, write_file
@@ -84,6 +84,8 @@ def publish(
     name: str,
     write: Callable[[str, dict[str, Any], Callable[[], None]], None],
     index: Index,
+    *,
+    is_numbered: bool = True,
 ) -> None:
     """Write a checkpoint and make it the latest of its directory.
 
@@ -93,6 +95,7 @@ def publish(
         write: writes the file, given its path, what its seal says and the check as ``write_archive`` takes it.
         index: what the directory's index says afterwards, with this checkpoint as the latest. Those that are
             superfluous are deleted.
+        is_numbered: whether the name ends in a number, and checkpoints that begin in another way are another manager's.
 
     Raises:
         FailedPreconditionError: somebody else has written to the directory; the latest checkpoint is theirs.
@@ -100,6 +103,8 @@ def publish(
     """
     directory = fence.directory
     before, order = fence.next()
+    if is_numbered and before is not None:
+        _note_other_names(directory, name, before)
     # With those that the last save should have deleted, and was killed before.
     superfluous = {*index.superfluous, *(before.superfluous if before else ())} - index.written.keys()
     written = index.written[name]
@@ -131,6 +136,16 @@ def publish(
     fence.note(order)
     for old in superfluous:
         _delete(os.path.join(directory, old + SUFFIX), order)
+
+
+def _note_other_names(directory: str, name: str, before: Index) -> None:
+    beginnings = sorted({other.rpartition("-")[0] for other in (name, *before.written)})
+    if len(beginnings) > 1:
+        warning_once(
+            f"Checkpoints {'-... and '.join(beginnings)}-... are saved to one directory, {directory}, whose latest is "
+            "the one that was saved last: a program that is started again goes on from that, whichever it wants. Give "
+            "each CheckpointManager a directory of its own."
+        )
 
 
 def _check_not_overtaken(fence: Fence, order: Order) -> None:

@@ -140,6 +140,7 @@ def _publish(prefix: str, weights: Any, about: dict[str, Any], fence: Fence) -> 
         name,
         lambda file, seal, check: write_archive(file, weights, {**about, **seal}, check),
         Index(written, before.last_preserved),
+        is_numbered=False,
     )
 
 
