@@ -328,7 +328,8 @@ def _check_same_order(digest: OrderDigest, state: dict[str, Any]) -> None:
             f"The state to resume from is {state['step']} global batches into its data, but these are not the first "
             f"ones that this loader draws (it has {digest.num_batches} so far). Load the state into the same loader: "
             "same data, global batch size, shuffling and drop_last. A sampler of your own must draw its order when an "
-            "iteration starts, from torch's default generator or a torch.Generator that is its attribute."
+            "iteration starts, from torch's default generator or a torch.Generator that is its attribute; for one with "
+            "set_epoch(), set the epoch of then."
         )
 
 
