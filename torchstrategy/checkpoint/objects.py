@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchstrategy.base.context import get_strategy
-from torchstrategy.base.log import warn_once
+from torchstrategy.base.log import warning_once
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
 from torchstrategy.checkpoint.process_reports import is_writer
@@ -211,7 +211,7 @@ class TrackedOptimizer(Tracked):
         ledger = getattr(getattr(strategy, "gradients", None), "ledger", None)
         if ledger is None or all(ledger.own_pass(p) is None for p in optimizer_parameters(bodies(self.obj)[0])):
             return
-        warn_once(
+        warning_once(
             f"A checkpoint was saved while {self.name} had gradients that no step had used. It holds none, so the next "
             "step of who goes on from it lacks them. With accumulation save after optimizer.step(), and let a call of "
             "PreemptionCheckpointHandler.run make a whole step. (If the next one begins with zero_grad(), all is well.)"
