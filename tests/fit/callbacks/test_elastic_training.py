@@ -84,6 +84,25 @@ def test_fit(kind, accumulation, tmp_path):
             assert found[name] == pytest.approx(values, rel=1e-10), (name, num_replicas, room)
 
 
+@pytest.mark.parametrize("deletes", [False, True])
+def test_the_state_stays_when_fit_is_done(deletes, tmp_path):
+    """A job that is started again after its end must not begin anew."""
+    trained = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = ts.Model(torch.nn.Linear(2, 1))
+        model.compile("sgd", "mse")
+        counting = ts.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: trained.append(batch))
+        elastic = ElasticTraining(tmp_path / "run", save_freq=2, **({"delete_checkpoint": True} if deletes else {}))
+        data = torch.ones(6, 2), torch.ones(6, 1)
+        history = model.fit(*data, batch_size=2, epochs=2, callbacks=[counting, elastic], verbose=0)
+        assert len(history.history["loss"]) == 2
+        assert (tmp_path / "run").exists() != deletes
+        if deletes:
+            break
+    assert trained == [0, 1, 2] * 2
+
+
 def test_the_default_divisor_is_that_of_the_whole_step(tmp_path):
     """Of shares that are all alike, for which it is meant."""
     ends = []

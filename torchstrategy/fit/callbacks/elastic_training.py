@@ -83,7 +83,7 @@ class ElasticTraining(BackupAndRestore):
         super().__init__(
             directory,
             save_freq,
-            delete_checkpoint,
+            delete_checkpoint=delete_checkpoint,
             save_before_preemption=True,
             termination_config=termination_config,
         )
