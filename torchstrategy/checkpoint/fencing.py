@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import uuid
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torchstrategy.checkpoint.directory import Index, Order, index_path, read_al
 from torchstrategy.checkpoint.storage import delete_file, is_file, write_file
 
 __all__ = ["Fence", "publish"]
+
+_NUMBERED = re.compile(r"(.+)-\d+")
 
 
 class Fence:
@@ -139,7 +142,8 @@ def publish(
 
 
 def _note_other_names(directory: str, name: str, before: Index) -> None:
-    beginnings = sorted({other.rpartition("-")[0] for other in (name, *before.written)})
+    numbered = [_NUMBERED.fullmatch(other) for other in (name, *before.written)]
+    beginnings = sorted({found[1] for found in numbered if found})
     if len(beginnings) > 1:
         warning_once(
             f"Checkpoints {'-... and '.join(beginnings)}-... are saved to one directory, {directory}, whose latest is "

@@ -213,14 +213,18 @@ def test_files_are_deleted_when_all_is_done(tmp_path):
     assert not folder.exists()
 
 
-def test_a_directory_for_two_fits_is_warned_of(tmp_path, recwarn):
-    fit(tmp_path / "kept")
-    fit(tmp_path / "kept", epochs=4)  # it goes on
+def test_a_directory_for_two_fits_is_told(tmp_path, caplog):
+    model, _ = fit(tmp_path / "kept")
+    fit(tmp_path / "kept", model=model, epochs=4)  # it goes on
     fit(tmp_path, backup=BackupAndRestore(tmp_path / "one"))
     fit(tmp_path, backup=BackupAndRestore(tmp_path / "other"))
-    assert not recwarn
-    with pytest.warns(UserWarning, match=r"An earlier fit of this program had the same BackupAndRestore\('.*one'\)"):
-        fit(tmp_path, backup=BackupAndRestore(tmp_path / "one"))
+    assert not caplog.records
+    fit(tmp_path, backup=BackupAndRestore(tmp_path / "one"))
+    fit(tmp_path / "kept")  # with another model, as where folds are trained one after the other
+    told = [record.getMessage() for record in caplog.records]
+    assert f"had the same BackupAndRestore('{tmp_path}/one'). If the program is interrupted now" in told[0]
+    assert f"had the same BackupAndRestore('{tmp_path}/kept'). This one, of another model, goes on from" in told[1]
+    assert len(told) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import contextlib
 import os
 import random
 import re
+import weakref
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from torchstrategy.base.log import logger, warn_once
+from torchstrategy.base.log import logger, warning_once
 from torchstrategy.checkpoint.archive import SUFFIX
 from torchstrategy.checkpoint.checkpoint import Checkpoint
 from torchstrategy.checkpoint.directory import check_own, index_path
@@ -39,8 +40,8 @@ _NAME = "backup"
 _FILE = re.compile(rf"{_NAME}-(\d+){re.escape(SUFFIX)}")
 #: So that there is one if the newest is damaged.
 _NUM_KEPT = 2
-#: Directories whose files were deleted when a ``fit`` of this program was done.
-_done: set[str] = set()
+#: Directories of fits of this program that are done, with their models.
+_done: dict[str, weakref.ref[Any]] = {}
 
 
 class BackupAndRestore(Callback):
@@ -129,12 +130,7 @@ class BackupAndRestore(Callback):
             self._position.seed = self._agree(torch.initial_seed(), "seed of BackupAndRestore")[0]
         self._last_batch = self._position.step - 1
         if self.model.distribute_strategy.is_chief:
-            if restored is None and absolute(self.backup_dir) in _done:
-                warn_once(
-                    f"An earlier fit of this program had the same BackupAndRestore({self.backup_dir!r}). If the "
-                    "program is interrupted now and started again, the earlier one takes up what this one has saved, "
-                    "and this one begins anew. Give each fit a directory of its own."
-                )
+            self._note_earlier_fit(is_restored=restored is not None)
             delete_leftovers(self.backup_dir)
         if self.save_before_preemption:
             self._stop = AgreedStop(self._agree, PreemptionWatcher(self._termination), checkpoint)
@@ -170,9 +166,9 @@ class BackupAndRestore(Callback):
     def on_train_end(self, logs: Logs = None) -> None:
         if self.delete_checkpoint:
             self._delete()
-            _done.add(absolute(self.backup_dir))
         elif not self._is_saved:
             self._save()
+        _done[absolute(self.backup_dir)] = weakref.ref(self.model)
         self._release()
 
     def saves_after(self, batch: int) -> bool:
@@ -276,6 +272,22 @@ class BackupAndRestore(Callback):
         return [value] if workers is None else list(workers.exchange(what, value))
 
     # --- the directory
+
+    def _note_earlier_fit(self, *, is_restored: bool) -> None:
+        """Say if a fit of this program that is done had the same directory, and this one does not go on with it."""
+        earlier = _done.get(absolute(self.backup_dir))
+        if earlier is None or (is_restored and earlier() is self.model):
+            return
+        follows = (
+            "This one, of another model, goes on from its state and does not begin anew."
+            if is_restored
+            else "If the program is interrupted now and started again, the earlier one takes up what this one has "
+            "saved, and this one begins anew."
+        )
+        warning_once(
+            f"An earlier fit of this program had the same {type(self).__name__}({self.backup_dir!r}). {follows} Give "
+            "each fit a directory of its own."
+        )
 
     @property
     def _current_manager(self) -> CheckpointManager:
