@@ -201,9 +201,9 @@ class PreemptionCheckpointHandler:
             for kind, cls in (("optimizer", Optimizer), ("scheduler", LRScheduler), ("scaler", GradScaler))
             if isinstance(obj, cls) and id(obj) not in known
         ]
-        datasets = [obj for obj in owned_by(strategy) if id(obj) not in known and hasattr(type(obj), "is_under_way")]
+        datasets = [obj for obj in owned_by(strategy) if id(obj) not in known and hasattr(type(obj), "_is_under_way")]
         with contextlib.suppress(Exception):  # of a user's own data, whose state nobody has asked for
-            missing += ["the dataset that is read"] * any(dataset.is_under_way for dataset in datasets)
+            missing += ["the dataset that is read"] * any(dataset._is_under_way for dataset in datasets)
         if missing and strategy.is_chief:
             logger.warning(
                 "PreemptionCheckpointHandler: the checkpoint does not hold %s. If the program is interrupted and "

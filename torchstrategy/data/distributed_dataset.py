@@ -198,7 +198,7 @@ class DistributedDataset:
         return self._cursor.source.is_collective
 
     @property
-    def is_under_way(self) -> bool:
+    def _is_under_way(self) -> bool:
         """Whether the latest iteration has given elements, and is not known to be at its end."""
         if self._cursor.is_at_start:
             return False
