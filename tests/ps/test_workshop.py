@@ -469,6 +469,54 @@ def test_writing_to_a_parameter_on_a_worker_is_an_error(cluster):
     assert cluster.call(lambda: net.weight.detach().clone()).equal(before)
 
 
+@pytest.mark.parametrize("partitioner", [None, ts.experimental.partitioners.FixedShardsPartitioner(2)])
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("write", ["add_", "data", "item", "out", "then_assign"])
+def test_writing_to_a_variable_on_a_worker_is_an_error(partitioner, trainable, write):
+    cluster = Cluster(partitioner)
+    with cluster.strategy.scope():
+        v = ts.Variable([1.0, 2.0], name="v", trainable=trainable)
+
+    def fn():
+        with torch.no_grad():
+            if write == "add_":
+                v.add_(1)
+            elif write == "data":
+                v.data.fill_(7)
+            elif write == "item":
+                v[0] = 7
+            elif write == "out":
+                torch.add(v, 1, out=v)
+            else:
+                v.detach().add_(1)
+                v.assign_add([1.0, 1.0])
+
+    for _ in range(2):  # the second call does not suffer from the first one's
+        with pytest.raises(RuntimeError, match=r"changed the variable 'v' in place, .* assign_add or assign_sub"):
+            cluster.call(fn)
+        assert cluster.call(lambda: v.detach().clone()).tolist() == [1.0, 2.0]
+    assert cluster.call(lambda: v.assign_add([1.0, 1.0]).read_value()).tolist() == [2.0, 3.0]
+
+
+def test_writing_to_rows_or_before_a_step_is_an_error(cluster):
+    with cluster.strategy.scope():
+        table, net = nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    before = table.weight.detach().clone()
+
+    def train():
+        net.weight.data.mul_(0)
+        net(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        net(torch.ones(1, 1))  # pulls what the step made, which would hide the write
+
+    with pytest.raises(RuntimeError, match=r"changed the parameter 'weight' in place"):
+        cluster.call(lambda: float(table.weight.data.mul_(0).sum()))
+    assert cluster.call(lambda: table.weight.detach().clone()).equal(before)
+    with pytest.raises(RuntimeError, match=r"changed the parameter 'weight' in place"):
+        cluster.call(train)
+
+
 def test_tied_weights_stay_tied(cluster):
     class Tied(nn.Module):
         def __init__(self):

@@ -227,10 +227,14 @@ class Bindings:
         binding.point = -1
 
     def write_back(self, bindings: Iterable[Binding]) -> None:
-        """Assign to the variables what the program wrote to their local tensors, such as by ``copy_`` or ``init``."""
-        if not self._writes_back:
-            return
-        written = [binding for binding in bindings if binding.was_written]
+        """Assign to the variables what the program wrote to their local tensors, such as by ``copy_`` or ``init``.
+
+        Raises:
+            RuntimeError: this is a worker, where only buffers may be written: of others the servers would not hear.
+        """
+        written = [b for b in bindings if b.was_written and (self._writes_back or b.kind is not Kind.BUFFER)]
+        if written and not self._writes_back:
+            raise RuntimeError(_not_written(written[0]))
         if written:
             self.client.update_many([(b.spec, "assign", b.local.detach()) for b in written])  # type: ignore[union-attr]
             for binding in written:
@@ -300,6 +304,19 @@ class _Hook:
 
 
 _UNKNOWN = -1
+
+
+def _not_written(binding: Binding) -> str:
+    what = "variable" if binding.kind is Kind.VARIABLE else "parameter"
+    remedy = (
+        "Use its assign, assign_add or assign_sub, which reach the servers"
+        if binding.kind is Kind.VARIABLE
+        else "Parameters change by their optimizer's step(); use a ts.Variable, whose assign reaches the servers"
+    )
+    return (
+        f"A function on a worker changed the {what} {binding.spec.name!r} in place, but only this worker's copy of it. "
+        f"{remedy}, or change the {what} in the coordinator's program."
+    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -187,12 +187,13 @@ class Workshop:
                 value = function.obj(*args, **kwargs)
             for buffer in of_modules:
                 buffer.take_back()
-            self._check_parameters(pulled)
+            self.bindings.write_back(variables)
         except BaseException:
             for buffer in of_modules:
                 buffer.module._buffers[buffer.name] = buffer.tensor
-            for binding in pulled:
-                binding.versions = None  # pulled anew before the next call, as if this one had not been
+            for binding in variables:
+                binding.versions = None  # pulled anew before the next use, as if this call had not been
+                binding.note()
             raise
         finally:
             pop_frame(frame)
@@ -235,15 +236,6 @@ class Workshop:
             return make_served(ServedParameter, self.bindings, binding)  # type: ignore[no-any-return]
         options = VariableOptions(name, trains, VariableSynchronization.AUTO, VariableAggregation.NONE)
         return make_served(served_class(spec), self.bindings, binding, options)  # type: ignore[no-any-return]
-
-    def _check_parameters(self, pulled: list[Binding]) -> None:
-        for binding in pulled:
-            if binding.kind is Kind.PARAMETER and binding.was_written:
-                raise RuntimeError(
-                    f"A function on a worker changed the parameter {binding.spec.name!r} in place, but only this "
-                    "worker's copy of it. Parameters change by their optimizer's step(); use a ts.Variable, whose "
-                    "assign reaches the servers, or change the parameter in the coordinator's program."
-                )
 
     def _buffers_of(self, root: nn.Module) -> list[_Buffer]:
         return [
