@@ -90,15 +90,23 @@ def test_one_function_at_a_time_trains_like_one_process(cluster, connect, partit
     assert_equal_models(model, plain)
 
 
-@pytest.mark.parametrize("make_optimizer", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: Scaled(p, 0.1)])
-def test_a_function_steps_with_the_rate_of_when_it_was_scheduled(cluster, connect, make_optimizer):
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: Scaled(p, 0.1),
+        lambda p: torch.optim.Adam(p, torch.tensor(0.1)),
+    ],
+)
+@pytest.mark.parametrize("gamma", [0.7, 0.999999])
+def test_a_function_steps_with_the_rate_of_when_it_was_scheduled(cluster, connect, make_optimizer, gamma):
     strategy, coordinator = connect(cluster, max_staleness=0)
     with strategy.scope():
         model = make_model()
         optimizer = make_optimizer(model.parameters())
     plain = make_model()
     plain_optimizer = make_optimizer(plain.parameters())
-    own, expected = (torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (optimizer, plain_optimizer))
+    own, expected = (torch.optim.lr_scheduler.ExponentialLR(o, gamma) for o in (optimizer, plain_optimizer))
     for indices in batches(10):
         coordinator.schedule(train_step, args=(model, optimizer, indices))
         train_step(plain, plain_optimizer, indices)

@@ -27,7 +27,7 @@ from torchstrategy.errors import InvalidArgumentError, NotFoundError, Unimplemen
 from torchstrategy.ps.optimizer_states import accepts_gradients, refuse_coupling
 from torchstrategy.ps.store import Key, ParameterStore, StoredPart, check_rows, check_value, copy_bytes
 
-__all__ = ["Definition", "Gradient", "ServedOptimizer", "attributes_of"]
+__all__ = ["Definition", "Gradient", "ServedOptimizer", "as_numbers", "attributes_of", "plain_ones"]
 
 _SMALL_BYTES = 1 << 20
 _BATCH_BYTES = 8 << 20  # parts are stepped together up to here, so that a pull does not wait for a whole model's update
@@ -223,7 +223,7 @@ class ServedOptimizer:
 
     def _change(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group, changed in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in changed.items() if name != "params"})
+            group.update({name: _of_kind(group.get(name), new) for name, new in changed.items() if name != "params"})
 
     def _update(self, gradients: Sequence[Gradient], hyper: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Step with the parts locked, and return their new versions."""
@@ -274,9 +274,12 @@ class ServedOptimizer:
         with self._lock:
             for key in keys:
                 index = self._groups_of[key]
-                own = {} if hyper is None else hyper[index]
-                group = groups.setdefault(index, {**self._optimizer.param_groups[index], **own, "params": []})
-                group["params"].append(self._parts[key].parameter)
+                if index not in groups:
+                    known = self._optimizer.param_groups[index]
+                    own = hyper[index] if hyper else {}
+                    groups[index] = {**known, **{name: _of_kind(known.get(name), new) for name, new in own.items()}}
+                    groups[index]["params"] = []
+                groups[index]["params"].append(self._parts[key].parameter)
         state = self._optimizer.state
         for group in groups.values():
             if "fused" in group:
@@ -398,6 +401,33 @@ def _may_fuse(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> bool:
     steps = [own["step"] for own in states if "step" in own]
     buffers = {own.get("momentum_buffer") is not None for own in states}  # SGD's kernel wants all of them or none
     return len(buffers) == 1 and all(isinstance(step, Tensor) and step.dtype == torch.float32 for step in steps)
+
+
+def plain_ones(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a group can travel with a push, tensors as numbers: all that schedulers change is of this kind."""
+    values = {name: as_numbers(value) for name, value in group.items()}
+    return {name: value for name, value in values.items() if _is_plain(value)}
+
+
+def as_numbers(value: Any) -> Any:
+    """Return a hyper-parameter with numbers in the place of tensors, which servers give back their dtype."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(as_numbers, value))
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether JSON gives a value back as it is, but for tuples; others come by ``set_hyper``."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _of_kind(known: Any, value: Any) -> Any:
+    """Return a hyper-parameter that has come as numbers as the tensor that it was, if it was one."""
+    if isinstance(known, (tuple, list)) and isinstance(value, (tuple, list)) and len(known) == len(value):
+        return type(known)(map(_of_kind, known, value))
+    return torch.as_tensor(value, dtype=known.dtype) if isinstance(known, Tensor) and value is not None else value
 
 
 def _as_grad(gradient: Gradient, parameter: Tensor) -> Tensor:

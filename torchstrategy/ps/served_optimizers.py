@@ -24,7 +24,7 @@ from typing_extensions import override
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.options import ReduceOp, VariableAggregation
 from torchstrategy.ps.bindings import Binding, Bindings
-from torchstrategy.ps.optimizer_updates import attributes_of
+from torchstrategy.ps.optimizer_updates import attributes_of, plain_ones
 from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_variables import ServedVariable
 from torchstrategy.ps.user_modules import dumps
@@ -40,7 +40,6 @@ __all__ = [
     "SharedStep",
     "SharedVariable",
     "hyper_parameters",
-    "is_plain",
     "make_worker_optimizer",
     "push_steps",
     "step_hooks",
@@ -330,9 +329,7 @@ class OptimizerLink:
         optimizer = self.optimizer
         if self._is_on_worker:
             self._sent = hyper_parameters(optimizer)
-            self._hyper_of_step = [
-                {name: value for name, value in group.items() if is_plain(value)} for group in self._sent
-            ]
+            self._hyper_of_step = list(map(plain_ones, self._sent))
 
         def step(self: Any, closure: Any = None) -> Any:  # noqa: ARG001 - a method, which schedulers ask it to be
             return link.step(closure)
@@ -371,13 +368,6 @@ def make_worker_optimizer(
 def step_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes with what is called before and after each step."""
     return {name: OrderedDict(vars(optimizer)[name]) for name in _STEP_HOOKS if vars(optimizer).get(name)}
-
-
-def is_plain(value: Any) -> bool:
-    """Say whether JSON gives a value back as it is, but for tuples; others come by ``set_hyper``."""
-    if isinstance(value, (tuple, list)):
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _equal(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:

@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from torchstrategy.ps.bindings import Binding, Bindings, Kind
 from torchstrategy.ps.layout import Placer
+from torchstrategy.ps.optimizer_updates import plain_ones
 from torchstrategy.ps.served import Served
-from torchstrategy.ps.served_optimizers import BindingOf, OptimizerLink, hyper_parameters, is_plain
+from torchstrategy.ps.served_optimizers import BindingOf, OptimizerLink, hyper_parameters
 from torchstrategy.ps.sharing_client import SharingClient
 from torchstrategy.ps.store import check_value
 from torchstrategy.replicas import metric_states
@@ -295,8 +296,7 @@ class SharedOptimizer(OptimizerLink):
             if parameter.grad is not None:
                 gradients[self._binding(parameter).spec.id] = parameter.grad.detach().cpu()
         if gradients:
-            hyper = [_as_plain(group) for group in hyper_parameters(self.optimizer)]
-            self._bindings.client.push(self.id, gradients, hyper)
+            self._bindings.client.push(self.id, gradients, list(map(plain_ones, hyper_parameters(self.optimizer))))
         return bool(gradients)
 
     @override
@@ -325,9 +325,3 @@ def _roots(objects: Sequence[Any]) -> list[nn.Module]:
     modules = [obj for obj in objects if isinstance(obj, nn.Module) and not metric_states.is_metric(obj)]
     parts = {id(part) for module in modules for part in list(bodies(module)[0].modules())[1:]}
     return [module for module in modules if id(bodies(module)[0]) not in parts]
-
-
-def _as_plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Return those hyper-parameters of a group that can travel with a push, which are all that schedulers change."""
-    values = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in group.items()}
-    return {key: value for key, value in values.items() if is_plain(value)}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchstrategy.ps.optimizer_updates import as_numbers
 from torchstrategy.ps.pickling import Pickled, pickle_with_references, with_header
 from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_optimizers import hyper_parameters, step_hooks
@@ -50,7 +51,8 @@ def state_of(obj: Any) -> Any:
     if isinstance(obj, Optimizer):
         trained = tuple(_trains(p) for group in obj.param_groups for p in group["params"])
         hooks = tuple((name, tuple(map(id, own.values()))) for name, own in step_hooks(obj).items())
-        return repr(hyper_parameters(obj)), trained, hooks
+        hyper = [{name: as_numbers(value) for name, value in group.items()} for group in hyper_parameters(obj)]
+        return repr(hyper), trained, hooks  # a tensor's own repr leaves digits out
     return ()
 
 
