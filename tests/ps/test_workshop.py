@@ -1,11 +1,13 @@
 """Functions and objects of the coordinator's program, sent to a worker and called there."""
 
+import contextlib
 import copy
 import functools
 import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import nn
 import torchstrategy as ts
 from tests.ps.memory_client import MemoryStrategy
 from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
+from torchstrategy.ps.served import Served
 from torchstrategy.ps.workshop import Workshop
 
 
@@ -120,6 +123,85 @@ def test_training_mode_follows_the_coordinator_and_is_not_sent_twice(cluster):
     net.train()
     assert cluster.call(is_training) == (True, True)
     assert cluster.num_sent == num_sent
+
+
+class Described(nn.Module):
+    """Has all kinds of attributes, and gives what they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.tensor, self.array = 1.0, torch.ones(1), np.ones(1)
+        self.names, self.pair, self.function = {"a": [1]}, (1, 2), torch.sin
+        self.layer = nn.Linear(1, 1, bias=False)
+        self.register_buffer("seen", torch.zeros(1))
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x):
+        told = [self.factor, self.tensor.item(), self.array.item(), self.names["a"][0], self.pair[0]]
+        return [*told, self.function(torch.zeros(1)).item(), self.seen.item(), self.layer(x).detach().sum().item()]
+
+
+#: What is changed, and where it shows.
+CHANGES = {
+    "a number": (lambda m: setattr(m, "factor", 9.0), 0),
+    "a tensor": (lambda m: setattr(m, "tensor", torch.full((1,), 9.0)), 1),
+    "a tensor in place": (lambda m: m.tensor.fill_(9), 1),
+    "an array in place": (lambda m: m.array.fill(9), 2),
+    "a list in a dictionary": (lambda m: m.names["a"].__setitem__(0, 9), 3),
+    "a tuple": (lambda m: setattr(m, "pair", (9, 2)), 4),
+    "a function": (lambda m: setattr(m, "function", torch.cos), 5),
+    "a buffer": (lambda m: setattr(m, "seen", torch.full((1,), 9.0)), 6),
+    "a buffer in place": (lambda m: m.seen.fill_(9), 6),
+    "a layer": (lambda m: setattr(m, "layer", nn.Hardtanh()), 7),
+    "a parameter": (lambda m: setattr(m.layer, "weight", nn.Parameter(torch.full((1, 1), 9.0))), 7),
+    "a hook": (lambda m: m.layer.register_forward_hook(lambda *args: args[2] * 9), 7),
+    "a method": (lambda m: setattr(m.layer, "forward", lambda x: x * 9), 7),
+    "the training mode": (lambda m: m.layer.register_forward_pre_hook(lambda m, x: (x[0] * 9,)) and m.eval(), 7),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_in_scope", [True, False])
+def test_a_change_of_a_module_reaches_the_workers(cluster, change, is_in_scope):
+    with cluster.strategy.scope() if is_in_scope else contextlib.nullcontext():
+        model = Described()
+
+    def fn(x):
+        return model(x)
+
+    x = torch.full((1, 1), 3.0)
+    before = cluster.call(fn, x)
+    num_sent = cluster.num_sent
+    assert cluster.call(fn, x) == before
+    assert cluster.num_sent == num_sent
+    assert before == model(x)
+    make, where = CHANGES[change]
+    make(model)
+    after = cluster.call(fn, x)
+    assert after == model(x)
+    assert after[where] != before[where]
+    assert after[:where] == before[:where]
+    assert cluster.call(model.forward, x) == after
+
+
+def test_what_is_new_in_a_module_is_on_the_servers(cluster):
+    with cluster.strategy.scope():
+        net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+
+    def fn():
+        return [float(parameter.detach().sum()) for parameter in net.parameters()]
+
+    cluster.call(fn)
+    averages = net[1].running_mean
+    net[1].running_mean = torch.full((1,), 9.0)
+    net[0] = nn.Linear(1, 1, bias=False)  # outside the scope
+    assert cluster.call(fn) == fn()
+    assert net[1].running_mean is averages
+    assert float(averages) == 9
+    assert isinstance(net[0].weight, Served)
+    with torch.no_grad():
+        net[0].weight.fill_(7)
+    assert cluster.call(fn)[0] == 7
 
 
 def test_a_name_that_stands_for_another_object_is_noticed(cluster):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchstrategy.ps.client import ParameterClient
     from torchstrategy.ps.layout import VariableSpec
 
-__all__ = ["Binding", "Bindings", "Kind", "RefreshWhenCalled", "can_require_grad"]
+__all__ = ["Binding", "Bindings", "Kind", "RefreshWhenCalled", "can_require_grad", "version_of"]
 
 
 class Kind(str, Enum):
@@ -60,7 +60,7 @@ class Binding:
     @property
     def was_written(self) -> bool:
         """Whether the program changed the local tensor since it was pulled."""
-        return self.local is not None and self._noted is not None and _version(self.local) != self._noted
+        return self.local is not None and self._noted is not None and version_of(self.local) != self._noted
 
     def note_write(self) -> None:
         """Take the local tensor as changed, whatever its version says."""
@@ -69,7 +69,7 @@ class Binding:
     def note(self) -> None:
         """Take the local tensor's present value as that of the variable."""
         if self.local is not None:
-            self._noted = _version(self.local)
+            self._noted = version_of(self.local)
 
     def store(self, value: Tensor, versions: tuple[int, ...], device: torch.device) -> None:
         """Take a value that was pulled, of the variable's shape and dtype; its memory is used."""
@@ -319,7 +319,8 @@ def _not_written(binding: Binding) -> str:
     )
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return the count of a tensor's changes."""
     try:
         return tensor._version
     except RuntimeError:  # an inference tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,25 @@ __all__ = ["ServedHosting"]
 _MANY_ROWS = 100_000
 
 
+class _Buffer(NamedTuple):
+    """A buffer of a module, with its tensor that is on the servers."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    tensor: Tensor
+
+    def take_back(self) -> None:
+        """Where the module has put another tensor in its place, take over its value."""
+        module = self.module()
+        found = None if module is None else module._buffers.get(self.name)
+        if module is None or found is None or isinstance(found, Served):
+            return
+        if found.shape == self.tensor.shape and found.dtype == self.tensor.dtype:
+            with torch.no_grad():
+                self.tensor.copy_(found)
+            module._buffers[self.name] = self.tensor
+
+
 class ServedHosting(DirectHosting):
     """Hosts the coordinator's side of a program: its objects stay the user's, their values go to the servers.
 
@@ -44,6 +63,8 @@ class ServedHosting(DirectHosting):
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         #: What is pulled when a root is called.
         self._refreshed: weakref.WeakKeyDictionary[nn.Module, list[Binding]] = weakref.WeakKeyDictionary()
+        #: Buffers of a root with their modules and names: a module may put another tensor in the place of one.
+        self._buffers: weakref.WeakKeyDictionary[nn.Module, list[_Buffer]] = weakref.WeakKeyDictionary()
         self._num_variables = 0
         self._refused: dict[int, weakref.ref[Any]] = {}
 
@@ -82,6 +103,8 @@ class ServedHosting(DirectHosting):
                 _check_servable(name, tensor)
         if self._was_refused(obj):
             self._take(obj)
+        elif isinstance(obj, nn.Module) and not all(isinstance(tensor, Served) for _, tensor in _named_tensors(obj)):
+            self._take(obj)  # it was given a layer outside a scope, or another tensor in a buffer's place
 
     def _refused_modules_of(self, obj: Any) -> list[nn.Module]:
         """Return the modules that were refused and have parameters of an optimizer."""
@@ -181,6 +204,8 @@ class ServedHosting(DirectHosting):
         for name, tensor in _named_tensors(root):
             if not isinstance(tensor, Served):
                 _check_servable(name, tensor)  # all of them, before one is changed
+        for buffer in self._buffers.get(root, ()):
+            buffer.take_back()
         bindings: list[Binding] = []
         for prefix, module in metric_states.modules_but_metrics(root):
             for kind, tensors in ((Kind.PARAMETER, module._parameters), (Kind.BUFFER, module._buffers)):
@@ -190,6 +215,12 @@ class ServedHosting(DirectHosting):
                     if not isinstance(tensor, Served):
                         self._serve(f"{prefix}.{name}" if prefix else name, tensor, _kind_of(module, name, kind))
                     bindings.append(tensor.binding)
+        self._buffers[root] = [
+            _Buffer(weakref.ref(module), name, buffer)
+            for _, module in metric_states.modules_but_metrics(root)
+            for name, buffer in module._buffers.items()
+            if isinstance(buffer, Served)
+        ]
         known = self._refreshed.get(root)
         if known is None:
             known = self._refreshed[root] = []

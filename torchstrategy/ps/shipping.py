@@ -7,8 +7,10 @@ for each state that matters to workers (training mode, learning rate), and a fun
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
+import itertools
 import threading
 import types
 import weakref
@@ -16,9 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchstrategy.ps.bindings import version_of
 from torchstrategy.ps.optimizer_updates import as_numbers
 from torchstrategy.ps.pickling import Pickled, pickle_with_references, with_header
 from torchstrategy.ps.served import Served
@@ -33,6 +38,14 @@ __all__ = ["Shipper", "state_of", "weakly"]
 #: Types of attributes of modules that workers follow.
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+#: What of a module's attributes workers follow: these, tensors, what is numbered, and containers of them. Of any other
+#: object workers have what it was when they got the module.
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_NUMBERED = (*_FUNCTIONS, types.BuiltinFunctionType, nn.Module, enum.Enum)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_MOST_FOLLOWED = 100  # entries of a container, which are gone through in every `schedule`
+_MAX_DEPTH = 3
+_MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 def state_of(obj: Any) -> Any:
@@ -40,25 +53,64 @@ def state_of(obj: Any) -> Any:
     if metric_states.is_metric(obj):
         return ()
     if isinstance(obj, nn.Module):
-        return tuple(
-            (
-                id(m),
-                *(item for item in vars(m).items() if type(item[1]) in _PLAIN),
-                *((id(p), _trains(p)) for p in m._parameters.values() if p is not None),
-            )
-            for _, m in metric_states.modules_but_metrics(obj)
-        )
+        return tuple(_state_of_module(module) for _, module in metric_states.modules_but_metrics(obj))
     if isinstance(obj, Optimizer):
         trained = tuple(_trains(p) for group in obj.param_groups for p in group["params"])
-        hooks = tuple((name, tuple(map(id, own.values()))) for name, own in step_hooks(obj).items())
+        hooks = tuple((name, tuple(map(_number_of, own.values()))) for name, own in step_hooks(obj).items())
         hyper = [{name: as_numbers(value) for name, value in group.items()} for group in hyper_parameters(obj)]
         return repr(hyper), trained, hooks  # a tensor's own repr leaves digits out
     return ()
 
 
-def state_of_tensor(tensor: Tensor) -> Any:
-    """Return what changes when a tensor to which a function refers is another one for workers."""
-    return tensor.binding.requires_grad if isinstance(tensor, Served) else (tensor._version, tensor.requires_grad)
+def _state_of_module(module: nn.Module) -> Any:
+    attributes = vars(module)
+    members = [(name, _mark(member)) for kind in _MEMBERS for name, member in attributes[kind].items()]
+    own = [(name, value if type(value) in _PLAIN else _mark(value)) for name, value in attributes.items() if value]
+    return _number_of(module), *members, *(item for item in own if item[0] not in _MEMBERS)
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """Return what is another one when a value is another one for workers; hashable."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return _number_of(value), None if isinstance(value, Served) else version_of(value), _trains(value)
+    if isinstance(value, _NUMBERED):
+        return _number_of(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tobytes() if value.size <= _MOST_FOLLOWED else _number_of(value)
+    if not isinstance(value, _CONTAINERS) or depth == _MAX_DEPTH:
+        return None
+    if len(value) > _MOST_FOLLOWED:
+        return len(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return tuple((key if type(key) in _PLAIN else None, _mark(item, depth + 1)) for key, item in items)
+
+
+#: By identity, which another object may have later: a reference, and a number that no other object ever has.
+_numbered: dict[int, tuple[Any, int]] = {}
+_numbers = itertools.count()
+
+
+def _number_of(obj: Any) -> int:
+    known, number = _numbered.get(id(obj), (None, -1))
+    if known is None or known() is not obj:
+        key, number = id(obj), next(_numbers)
+
+        def forget(gone: Any) -> None:
+            if _numbered.get(key, (None, -1))[0] is gone:
+                del _numbered[key]
+
+        try:
+            _numbered[key] = weakref.ref(obj, forget), number
+        except TypeError:  # builtin functions and the like live for ever anyway
+            _numbered[key] = weakly(obj), number
+    return number
+
+
+def _state_of_watched(obj: Any) -> Any:
+    """Return what changes when a tensor or module to which a function refers is another one for workers."""
+    return _mark(obj) if isinstance(obj, Tensor) else state_of(obj)
 
 
 def _trains(parameter: Tensor) -> bool:
@@ -70,12 +122,14 @@ def what_it_refers_to(fn: Any) -> list[Any]:
 
     The program's own functions among them are sent with it, so what these refer to belongs to it.
     """
-    found: list[Any] = []
+    found: list[Any] = [fn] if isinstance(fn, nn.Module) else []
     functions, seen = [fn], set()
     while functions:
         plain = functions.pop()
         plain = inspect.unwrap(plain.func if isinstance(plain, functools.partial) else plain)
-        plain = plain.__func__ if isinstance(plain, types.MethodType) else plain
+        if isinstance(plain, types.MethodType):
+            found.append(plain.__self__)
+            plain = plain.__func__
         code = getattr(plain, "__code__", None)
         if code is None or id(plain) in seen:
             continue
@@ -149,7 +203,7 @@ class _Entry:
         self.keys: dict[Any, str] = {}
         self.num_versions = 0
         self.watched: Any = None
-        #: Of the tensors among what is watched.
+        #: Of the tensors and modules among what is watched.
         self.states: list[Any] = []
         self.pickled: Pickled | None = None
 
@@ -200,7 +254,7 @@ class Shipper:
         with self._lock:
             entry = self._function_entry(fn)
             watched = what_it_refers_to(fn)
-            states = [state_of_tensor(obj) for obj in watched if isinstance(obj, Tensor)]
+            states = [_state_of_watched(obj) for obj in watched if self._is_followed(obj)]
             if entry.pickled is None or entry.states != states or not are_same(entry.watched, watched):
                 entry.pickled = pickle_with_references(fn, f"the function {_name_of(fn)}", self._strategy(), self.name)
                 entry.watched, entry.states = [weakly(obj) for obj in watched], states
@@ -210,6 +264,10 @@ class Shipper:
             if key is None:
                 key = self._define(entry, needs, "function", entry.pickled, needs)
             return Shipped(key, (*needs, key))
+
+    def _is_followed(self, obj: Any) -> bool:
+        """Say whether a function is sent again when what it refers to changes; what is recorded has versions."""
+        return isinstance(obj, Tensor) or (isinstance(obj, nn.Module) and owner(obj) is not self._strategy())
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[bytes, tuple[str, ...]]:
         """Return the arguments of one call as bytes, and the keys of the definitions that they need.
