@@ -408,6 +408,28 @@ class Counting(nn.Module):
         return self.net(x)
 
 
+def test_metrics_made_outside_the_scope_count_what_workers_saw(cluster):
+    mean, of_model = ts.metrics.Mean(), ts.metrics.Sum()
+    both = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.SumMetric()])
+    with cluster.strategy.scope():
+        model = make_net()
+    model.seen = of_model  # outside, too
+
+    def fn(x):
+        mean.update_state(x)
+        model.seen.update_state(x)
+        both.update(x)
+        both["SumMetric"].update(x)
+
+    for k in range(3):
+        cluster.call(fn, torch.tensor(float(k)))
+    assert (float(mean.result()), float(of_model.result())) == (1.0, 3.0)
+    assert {name: float(value) for name, value in both.compute().items()} == {"MeanMetric": 1.0, "SumMetric": 6.0}
+    mean.reset_state()
+    cluster.call(lambda: mean.update_state(torch.tensor(5.0)))
+    assert float(mean.result()) == 5.0
+
+
 def test_metrics_of_a_module_count_what_workers_saw(cluster):
     with cluster.strategy.scope():
         net = Counting()

@@ -18,6 +18,7 @@ from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_optimizers import hyper_parameters, make_worker_optimizer, step_hooks
 from torchstrategy.ps.served_variables import ServedVariable
 from torchstrategy.ps.user_modules import CodePickler, pickled_by_value
+from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.record import owner
 
 __all__ = ["Pickled", "pickle_with_references", "split_header", "with_header"]
@@ -111,8 +112,7 @@ class _Pickler(CodePickler):
             )
         if hasattr(kind, "_ts_resource_id"):
             return ("resource", obj._ts_resource_id)
-        if isinstance(obj, Optimizer) and owner(obj) in (None, self._strategy):
-            self._strategy._adopt_optimizer(obj)
+        self._take_up(obj)
         if owner(obj) is self._strategy:
             return self._reference(obj)
         if owner(self._root) is self._strategy:
@@ -124,6 +124,13 @@ class _Pickler(CodePickler):
                 "follow its buffers and its training mode. Make the module inside `with strategy.scope():`."
             )
         return None
+
+    def _take_up(self, obj: Any) -> None:
+        """Take up an optimizer or a metric that was made outside the scope."""
+        if isinstance(obj, Optimizer) and owner(obj) in (None, self._strategy):
+            self._strategy._adopt_optimizer(obj)
+        elif isinstance(obj, nn.Module) and owner(obj) is None and metric_states.is_metric(obj):
+            self._strategy.hosting.adopt_metric(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Optimizer):

@@ -178,6 +178,11 @@ class ServedHosting(DirectHosting):
         self._links[number] = link
         self._warn_of_dense_tables(optimizer)
 
+    def adopt_metric(self, metric: nn.Module) -> None:
+        """Take up a metric that was made outside the scope: what workers add to it comes back as to others."""
+        self._record.add(metric)
+        self._find_roots()
+
     def _warn_of_dense_tables(self, optimizer: Optimizer) -> None:
         """Name large tables of which every step updates all rows, although a batch looks up few."""
         trained: set[int] = {
