@@ -130,21 +130,21 @@ class Described(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.factor, self.tensor, self.array = 1.0, torch.ones(1), np.ones(1)
+        self.factor, self.tensor, self.array = 1.0, torch.ones(2), np.ones(2)
         self.names, self.pair, self.function = {"a": [1]}, (1, 2), torch.sin
         self.layer = nn.Linear(1, 1, bias=False)
         self.register_buffer("seen", torch.zeros(1))
         nn.init.ones_(self.layer.weight)
 
     def forward(self, x):
-        told = [self.factor, self.tensor.item(), self.array.item(), self.names["a"][0], self.pair[0]]
+        told = [self.factor, self.tensor[0].item(), self.array[0].item(), self.names["a"][0], self.pair[0]]
         return [*told, self.function(torch.zeros(1)).item(), self.seen.item(), self.layer(x).detach().sum().item()]
 
 
 #: What is changed, and where it shows.
 CHANGES = {
     "a number": (lambda m: setattr(m, "factor", 9.0), 0),
-    "a tensor": (lambda m: setattr(m, "tensor", torch.full((1,), 9.0)), 1),
+    "a tensor": (lambda m: setattr(m, "tensor", torch.full((2,), 9.0)), 1),
     "a tensor in place": (lambda m: m.tensor.fill_(9), 1),
     "an array in place": (lambda m: m.array.fill(9), 2),
     "a list in a dictionary": (lambda m: m.names["a"].__setitem__(0, 9), 3),

@@ -65,7 +65,7 @@ def state_of(obj: Any) -> Any:
 def _state_of_module(module: nn.Module) -> Any:
     attributes = vars(module)
     members = [(name, _mark(member)) for kind in _MEMBERS for name, member in attributes[kind].items()]
-    own = [(name, value if type(value) in _PLAIN else _mark(value)) for name, value in attributes.items() if value]
+    own = [(name, value if type(value) in _PLAIN else _mark(value)) for name, value in attributes.items()]
     return _number_of(module), *members, *(item for item in own if item[0] not in _MEMBERS)
 
 
