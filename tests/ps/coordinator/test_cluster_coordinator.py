@@ -363,9 +363,26 @@ def test_what_is_no_dataset(coordinator, dataset):
         coordinator.create_per_worker_dataset(dataset)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: iter([1, 2]),
+        lambda _: (x for x in range(3)),
+        lambda _: {"x": [1, 2]},
+        lambda dataset: dataset,
+        iter,
+    ],
+    ids=["iterator", "generator", "dictionary", "dataset", "its iterator"],
+)
+def test_what_is_gone_through_once_or_not_by_batches_is_no_dataset(coordinator, make):
+    value = make(coordinator.create_per_worker_dataset([1, 2]))
+    with pytest.raises(TypeError, match=rf"again and again, batch by batch: .* a {type(value).__name__}$"):
+        coordinator.create_per_worker_dataset(value)
+
+
 def test_dataset_that_cant_be_sent(coordinator):
     with pytest.raises(TypeError, match="can't be sent"):
-        coordinator.create_per_worker_dataset(x for x in range(3))
+        coordinator.create_per_worker_dataset([threading.Lock()])
 
 
 def test_per_worker_values_of_other_kinds(coordinator):
@@ -473,6 +490,7 @@ def test_closing_the_strategy_ends_the_wait(strategy, coordinator):
     for thread in threads:
         thread.join(10)
     assert [isinstance(error, (ts.errors.UnavailableError, ts.errors.CancelledError)) for error in errors] == [True] * 2
+    assert all("The strategy was closed" in str(error) and "failed" not in str(error) for error in errors)
     with pytest.raises(ts.errors.UnavailableError, match="closed"):
         coordinator.schedule(add, args=(1,))
 

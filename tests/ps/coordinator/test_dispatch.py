@@ -223,6 +223,22 @@ def make_resource(fake, kind="dataset", of=None):
     return own
 
 
+def test_the_same_error_of_a_dataset_on_several_workers_is_told_once():
+    fake = FakeCluster(2)
+    dataset = make_resource(fake)
+    for peer, error in zip(fake.peers, (OSError("no such file"), OSError("no such file")), strict=True):
+        peer.answer("resource", error_reply(error))
+        if peer is fake.peers[0]:
+            with pytest.raises(OSError, match="no such file"):
+                fake.queue.join()
+    fake.queue.join()
+    closure = fake.schedule(resources=[dataset._ts_resource_id])
+    with pytest.raises(OSError, match="no such file"):
+        fake.queue.join()
+    with pytest.raises(OSError, match="no such file"):
+        closure.fetch()
+
+
 def test_dataset_is_made_on_all_workers_before_closures():
     fake = FakeCluster(2)
     dataset = make_resource(fake)

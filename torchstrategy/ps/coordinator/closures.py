@@ -274,9 +274,10 @@ class ClosureQueue:
         if not closures:
             return
         reason = self._final_error or self._error
-        logger.info("%d scheduled functions are cancelled, because one failed.", len(closures))
+        logger.info("%d scheduled functions are cancelled: %r", len(closures), reason)
         for closure in closures:
-            text = f"{closure.name} was cancelled, because a function failed: {type(reason).__name__}: {reason}"
+            why = "" if self._final_error is not None else "because a function failed: "
+            text = f"{closure.name} was cancelled, {why}{type(reason).__name__}: {reason}"
             error = CancelledError(text)
             error.__cause__ = reason  # a lost parameter server can be told from a function's own failure
             closure.settle(error=error)

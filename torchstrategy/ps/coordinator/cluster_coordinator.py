@@ -237,6 +237,11 @@ class ClusterCoordinator:
                 "create_per_worker_dataset needs a dataset, or a function that returns one. Received: "
                 f"{dataset!r} ({type(dataset).__name__})"
             )
+        if isinstance(dataset, (Iterator, PerWorkerValues, Mapping, str)):
+            raise TypeError(
+                "create_per_worker_dataset needs what can be gone through again and again, batch by batch: a "
+                f"ts.data.Dataset, a DataLoader, or a function that returns one. Received: a {type(dataset).__name__}"
+            )
         name = f"the dataset of {_name_of(dataset)}" if callable(dataset) else f"the {type(dataset).__name__}"
         with self._preparing:
             self._strategy._prepare_closures()

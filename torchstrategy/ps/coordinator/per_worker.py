@@ -195,6 +195,8 @@ class Resource:
         self.definitions = definitions
         self.of = of
         self.values = tuple(values)
+        #: Why it could not be made, as the program was told.
+        self.told = ""
         self._blob = blob
 
     def message(self) -> Message:

@@ -235,8 +235,11 @@ class Worker:
             self._after(_RETRY_S, partial(self.make, resource))
             return
         else:
+            told = f"{type(failure).__name__}: {failure}"
             add_note(failure, f"It was raised when {self.name} made {resource.name}.")
-            self._cluster.queue_error(failure)
+            if resource.told != told:  # the same of another worker is no news; functions that need it there get it
+                resource.told = told
+                self._cluster.queue_error(failure)
         self._failed[resource.id] = failure
         resource.values[self.index]._settle(error=failure)
         self._make_again(resource)
