@@ -268,6 +268,16 @@ def test_variables(strategy):
     assert v.grad.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.int8, torch.uint8])
+def test_what_bypasses_torchs_functions_finds_nobodys_number(strategy, dtype):
+    with strategy.scope():
+        v = ts.Variable(torch.tensor(2, dtype=dtype), trainable=False)
+    found = torch.tensor(v)
+    assert found.item() not in (0, 1, 2)
+    assert found.isnan() or abs(found.item()) >= 127
+
+
 def test_sharded_variables():
     strategy = MemoryStrategy(FixedShardsPartitioner(2))
     with strategy.scope():

@@ -215,6 +215,10 @@ def test_a_name_that_stands_for_another_object_is_noticed(cluster):
     assert cluster.call(scaled, 3.0) == 15.0
 
 
+def test_a_function_may_use_torch_ops(cluster):
+    assert cluster.call(lambda x: torch.ops.aten.add.Tensor(x, x), torch.ones(1)).item() == 2.0
+
+
 def test_methods_and_partials(cluster):
     class Trainer:
         def __init__(self, net):

@@ -202,9 +202,22 @@ def serve(tensor: Tensor, bindings: Bindings, binding: Binding) -> None:
 
 
 def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of one element that looks like one of a shape; code that bypasses torch's functions sees NaN."""
-    element = torch.full((1,) * len(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    """Return a tensor of one element that looks like one of a shape.
+
+    Code that bypasses torch's functions, such as ``torch.tensor`` and ``torch.arange`` of a variable, sees NaN or the
+    extreme integer in it, which is nobody's number.
+    """
+    element = torch.full((1,) * len(shape), _nobodys(dtype), dtype=dtype, device=device)
     return element.expand(tuple(shape))
+
+
+def _nobodys(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype == torch.bool:
+        return False
+    info = torch.iinfo(dtype)
+    return info.min or info.max
 
 
 def served_class(spec: Any) -> type[ServedVariable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import site
 import sys
@@ -24,10 +25,13 @@ class CodePickler(_CloudPickler):  # type: ignore[misc]
     """Pickles by value what can't be imported."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Keep the name of a code's file, which cloudpickle 3.1.3 drops: workers' tracebacks show the lines there."""
+        """Pickle odd modules by name, and keep a code's file, which cloudpickle 3.1.3 drops and tracebacks show."""
         if isinstance(obj, types.CodeType):
             _, arguments = self.dispatch_table[types.CodeType](obj)
             return _make_code, (obj.co_filename, arguments)
+        is_odd = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if is_odd and sys.modules.get(obj.__name__) is obj:  # torch.ops, of which cloudpickle knows no reduction
+            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
