@@ -204,6 +204,33 @@ def test_what_is_new_in_a_module_is_on_the_servers(cluster):
     assert cluster.call(fn)[0] == 7
 
 
+def test_a_function_leaves_no_mode_and_no_rate_to_the_next_one(cluster):
+    with cluster.strategy.scope():
+        net = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
+        net.factor = 1.0
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def evaluate(fail=False):
+        net.eval()
+        net.factor = 9.0
+        optimizer.param_groups[0]["lr"] = 9.0
+        if fail:
+            raise KeyError("fail")
+
+    def train():
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return net.training, net[1].training, net.factor
+
+    cluster.call(evaluate)
+    assert cluster.call(train) == (True, True, 1.0)
+    with pytest.raises(KeyError):
+        cluster.call(evaluate, fail=True)
+    assert cluster.call(train) == (True, True, 1.0)
+    net.eval()
+    assert cluster.call(train) == (False, False, 1.0)
+
+
 def test_a_name_that_stands_for_another_object_is_noticed(cluster):
     factor = 2.0
 

@@ -298,11 +298,15 @@ class OptimizerLink:
             "its groups."
         )
 
+    def undo_changes(self) -> None:
+        """Give the optimizer in a worker the hyper-parameters that it came with."""
+        for group, sent in zip(self.optimizer.param_groups, self._sent, strict=True):
+            group.update(sent)
+
     def _check_hyper_parameters(self) -> None:
         if _equal(hyper_parameters(self.optimizer), self._sent):
             return
-        for group, sent in zip(self.optimizer.param_groups, self._sent, strict=True):
-            group.update(sent)
+        self.undo_changes()
         raise RuntimeError(
             f"A function on a worker changed hyper-parameters of the {type(self.optimizer).__name__}, such as its "
             "learning rate, but the update runs on the parameter servers with those of the coordinator's program. "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.variables import VariableOptions
 
 __all__ = ["Outcome", "Workshop"]
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 class Outcome(NamedTuple):
@@ -78,6 +80,8 @@ class _Uses:
         self.buffers: dict[str, list[_Buffer]] = {}
         #: Metrics and modules by their names.
         self.objects: dict[str, Any] = {}
+        #: What makes the objects again what they were when they came, by the objects' names.
+        self.undo: dict[str, Callable[[], None]] = {}
 
     def add(self, other: _Uses) -> None:
         """Add what something else refers to."""
@@ -85,6 +89,7 @@ class _Uses:
         self.trains |= other.trains
         self.buffers |= other.buffers
         self.objects |= other.objects
+        self.undo |= other.undo
 
 
 class _Loaded(NamedTuple):
@@ -130,9 +135,12 @@ class Workshop:
             uses.objects[name] = obj
         if isinstance(obj, nn.Module):
             uses.buffers[name] = self._buffers_of(obj)
+            uses.undo[name] = _undo_of(obj)
             RefreshWhenCalled(obj, self.bindings, [b for b in uses.variables.values() if b.kind is Kind.PARAMETER])
         elif isinstance(obj, Optimizer):
-            OptimizerLink(obj, int(name[1:]), self.bindings, self.binding).attach()
+            link = OptimizerLink(obj, int(name[1:]), self.bindings, self.binding)
+            link.attach()
+            uses.undo[name] = link.undo_changes
         for old in fields["replaces"]:
             self._loaded.pop(old, None)
         self._loaded[fields["key"]] = _Loaded(obj, uses)
@@ -169,6 +177,8 @@ class Workshop:
         of_modules = [buffer for own in uses.buffers.values() for buffer in own]
         for number, own in uses.trains.items():  # another version may have been loaded since
             self.tensor(number, own, "")
+        for undo in uses.undo.values():
+            undo()
         self.bindings.forget_gradients()
         self.bindings.mark_stale()
         variables = uses.variables.values()
@@ -309,6 +319,27 @@ class _Loader(pickle.Unpickler):
         if kind == "resource" and rest[0] in self._resources:
             return self._resources[rest[0]]
         raise ValueError(f"The coordinator refers to the {kind} {rest}, which this worker does not have.")
+
+
+def _undo_of(root: nn.Module) -> Callable[[], None]:
+    """Return what takes back what functions do to plain attributes, such as ``root.eval()`` to the training mode.
+
+    They are what they were when the function was scheduled, whatever ran on this worker before. What has become
+    something else, such as a tensor that is kept for the next call, stays.
+    """
+    known = [
+        (vars(module), {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
+        for _, module in metric_states.modules_but_metrics(root)
+    ]
+
+    def undo() -> None:
+        for attributes, before in known:
+            for name, value in before.items():
+                now = attributes.get(name)
+                if now is not value and type(now) in _PLAIN:
+                    attributes[name] = value
+
+    return undo
 
 
 def _is_sum(old: Tensor, new: Tensor) -> bool:
