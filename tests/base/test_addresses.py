@@ -3,7 +3,15 @@ import sys
 
 import pytest
 
-from torchstrategy.base.addresses import ReservedPorts, endpoint, is_loopback, join_address, resolve, split_address
+from torchstrategy.base.addresses import (
+    ReservedPorts,
+    are_loopback,
+    endpoint,
+    is_loopback,
+    join_address,
+    resolve,
+    split_address,
+)
 
 
 @pytest.mark.parametrize("host", ["host1", "10.0.0.1", "::1", "fe80::1%eth0", "a-b.c", "*"])
@@ -64,3 +72,17 @@ def test_nobody_else_gets_a_reserved_port():
         other.bind(("127.0.0.1", ports.numbers[0]))
     with socket.socket() as other:
         other.bind(("127.0.0.1", ports.numbers[0]))
+
+
+def test_a_host_that_is_not_known_yet_is_another_one(monkeypatch, caplog):
+    def getaddrinfo(host, *_, **__):
+        if host == "later":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, None, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert are_loopback(["here:1", "here:2"])
+    assert not are_loopback(["here:1", "later:2"])
+    assert "The host 'later' is not known here: Name or service not known. It may come later." in caplog.text
+    with pytest.raises(OSError, match="The host 'later' is not known here"):
+        is_loopback("later")

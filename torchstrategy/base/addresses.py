@@ -7,11 +7,15 @@ import ipaddress
 import socket
 import sys
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
+
+from torchstrategy.base.log import logger
 
 __all__ = [
     "BACKLOG",
     "ReservedPorts",
+    "are_loopback",
     "endpoint",
     "is_loopback",
     "join_address",
@@ -76,6 +80,15 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(ip).is_loopback for ip in resolve(host))
 
 
+def are_loopback(addresses: Iterable[str]) -> bool:
+    """Say whether only processes of this host can reach these; a host that is not known yet is another one."""
+    try:
+        return all(is_loopback(split_address(address)[0]) for address in addresses)
+    except OSError as error:
+        logger.warning("%s. It may come later.", error)
+        return False
+
+
 def resolve(host: str) -> list[str]:
     """Return a host's IP addresses, IPv4 first: both ends of a connection must choose the same for ``localhost``.
 
@@ -84,7 +97,10 @@ def resolve(host: str) -> list[str]:
     """
     if host == "*":
         return ["0.0.0.0"]
-    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise OSError(error.errno, f"The host {host!r} is not known here: {error.strerror}") from error
     found = dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos)
     return sorted(found, key=lambda ip: ":" in ip)
 

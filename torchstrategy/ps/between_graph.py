@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchstrategy.base.addresses import is_loopback, split_address
+from torchstrategy.base.addresses import are_loopback
 from torchstrategy.base.devices import Placement, full_device_name, local_devices, names_for_log
 from torchstrategy.base.log import logger
 from torchstrategy.base.options import InputOptions, VariableSynchronization
@@ -275,7 +275,7 @@ class BetweenGraphParameterServerStrategy(Strategy):
         """Connect to all parameter servers."""
         require()
         addresses = [self.cluster_spec.task_address("ps", k) for k in self.cluster_spec.task_indices("ps")]
-        secret = find_secret(all(is_loopback(split_address(address)[0]) for address in addresses))
+        secret = find_secret(are_loopback(addresses))
         loop = ControlLoop()
         try:
             links = connect(

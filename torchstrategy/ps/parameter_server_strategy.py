@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchstrategy.base.addresses import is_loopback, split_address
+from torchstrategy.base.addresses import are_loopback
 from torchstrategy.base.devices import Placement, full_device_name, local_devices, tensor_device
 from torchstrategy.base.later import explains_arguments
 from torchstrategy.base.log import logger, warn_once
@@ -126,7 +126,7 @@ class ParameterServerStrategy(Strategy):
         #: Of two coordinators the one that began later goes on: servers refuse the other.
         self.incarnation = time.time_ns()
         addresses = [address for job in ("ps", "worker") for address in _addresses(spec, job)]
-        self.secret = find_secret(all(is_loopback(split_address(address)[0]) for address in addresses))
+        self.secret = find_secret(are_loopback(addresses))
         self.loop = ControlLoop()
         #: What is closed with the strategy: whoever works with it adds its own.
         self.resources = contextlib.ExitStack()

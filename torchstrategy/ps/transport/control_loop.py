@@ -78,9 +78,9 @@ class ControlLoop:
         Raises:
             ValueError: the address is malformed, or there is no secret for it.
         """
-        host, _ = addresses.split_address(address, "a server")
+        addresses.split_address(address, "a server")
         if secret is None:
-            secret = find_secret(_is_loopback(host))
+            secret = find_secret(addresses.are_loopback([address]))
         peer = Peer(
             self,
             address,
@@ -180,13 +180,6 @@ def _guarded(fn: Callable[[], object]) -> None:
         fn()
     except Exception:  # noqa: BLE001 - of one peer only
         logger.exception("The control loop goes on after an error.")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return addresses.is_loopback(host)
-    except OSError:  # a name that is not known yet is no name of this host
-        return False
 
 
 def _heartbeat(seconds: float | None) -> float:
