@@ -29,9 +29,10 @@ class CodePickler(_CloudPickler):  # type: ignore[misc]
         if isinstance(obj, types.CodeType):
             _, arguments = self.dispatch_table[types.CodeType](obj)
             return _make_code, (obj.co_filename, arguments)
-        is_odd = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
-        if is_odd and sys.modules.get(obj.__name__) is obj:  # torch.ops, of which cloudpickle knows no reduction
-            return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            name = vars(obj).get("__name__")
+            if sys.modules.get(str(name)) is obj:  # torch.ops, of which cloudpickle knows no reduction
+                return importlib.import_module, (name,)
         return super().reducer_override(obj)
 
 
