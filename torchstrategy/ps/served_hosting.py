@@ -103,8 +103,11 @@ class ServedHosting(DirectHosting):
                 _check_servable(name, tensor)
         if self._was_refused(obj):
             self._take(obj)
-        elif isinstance(obj, nn.Module) and not all(isinstance(tensor, Served) for _, tensor in _named_tensors(obj)):
-            self._take(obj)  # it was given a layer outside a scope, or another tensor in a buffer's place
+
+    def take_rest(self, obj: Any) -> None:
+        """Put on the servers what a module was given since: a layer outside a scope, another tensor as a buffer."""
+        if isinstance(obj, nn.Module) and not all(isinstance(tensor, Served) for _, tensor in _named_tensors(obj)):
+            self._take(obj)
 
     def _refused_modules_of(self, obj: Any) -> list[nn.Module]:
         """Return the modules that were refused and have parameters of an optimizer."""

@@ -14,7 +14,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,8 +35,6 @@ from torchstrategy.replicas.record import owner
 
 __all__ = ["Shipper", "state_of", "weakly"]
 
-#: Types of attributes of modules that workers follow.
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 #: What of a module's attributes workers follow: these, tensors, what is numbered, and containers of them. Of any other
 #: object workers have what it was when they got the module.
@@ -45,7 +43,7 @@ _NUMBERED = (*_FUNCTIONS, types.BuiltinFunctionType, nn.Module, enum.Enum)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _MOST_FOLLOWED = 100  # entries of a container, which are gone through in every `schedule`
 _MAX_DEPTH = 3
-_MEMBERS = ("_parameters", "_buffers", "_modules")
+_TABLES = frozenset({dict, OrderedDict, set})  # of hooks and members
 
 
 def state_of(obj: Any) -> Any:
@@ -63,10 +61,25 @@ def state_of(obj: Any) -> Any:
 
 
 def _state_of_module(module: nn.Module) -> Any:
-    attributes = vars(module)
-    members = [(name, _mark(member)) for kind in _MEMBERS for name, member in attributes[kind].items()]
-    own = [(name, value if type(value) in _PLAIN else _mark(value)) for name, value in attributes.items()]
-    return _number_of(module), *members, *(item for item in own if item[0] not in _MEMBERS)
+    """Return the state of one module; this is done with each one in every `schedule`."""
+    state: list[Any] = []
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind in _PLAIN:
+            state += name, value
+        elif kind in _TABLES and not value:
+            continue
+        elif name == "_modules":
+            state += *value, *map(_number_of, value.values())
+        elif name in ("_parameters", "_buffers"):
+            state += value
+            state += [
+                (_number_of(own), own.binding.requires_grad) if isinstance(own, Served) else _mark(own)
+                for own in value.values()
+            ]
+        else:
+            state += name, _mark(value)
+    return tuple(state)
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
@@ -74,7 +87,9 @@ def _mark(value: Any, depth: int = 0) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return _number_of(value), None if isinstance(value, Served) else version_of(value), _trains(value)
+        if isinstance(value, Served):
+            return _number_of(value), value.binding.requires_grad
+        return _number_of(value), version_of(value), value.requires_grad
     if isinstance(value, _NUMBERED):
         return _number_of(value)
     if isinstance(value, (np.ndarray, np.generic)):
@@ -93,18 +108,19 @@ _numbers = itertools.count()
 
 
 def _number_of(obj: Any) -> int:
-    known, number = _numbered.get(id(obj), (None, -1))
-    if known is None or known() is not obj:
-        key, number = id(obj), next(_numbers)
+    known = _numbered.get(id(obj))
+    if known is not None and known[0]() is obj:
+        return known[1]
+    key, number = id(obj), next(_numbers)
 
-        def forget(gone: Any) -> None:
-            if _numbered.get(key, (None, -1))[0] is gone:
-                del _numbered[key]
+    def forget(gone: Any) -> None:
+        if _numbered.get(key, (None, -1))[0] is gone:
+            del _numbered[key]
 
-        try:
-            _numbered[key] = weakref.ref(obj, forget), number
-        except TypeError:  # builtin functions and the like live for ever anyway
-            _numbered[key] = weakly(obj), number
+    try:
+        _numbered[key] = weakref.ref(obj, forget), number
+    except TypeError:  # builtin functions and the like live for ever anyway
+        _numbered[key] = weakly(obj), number
     return number
 
 
@@ -338,6 +354,9 @@ class Shipper:
             strategy.hosting.require(obj)
         entry = self._entry(id(obj), obj, "o")
         state = state_of(obj)
+        if strategy is not None and entry.watched != state:
+            strategy.hosting.take_rest(obj)
+            state = state_of(obj)
         if entry.pickled is None or entry.watched != state:
             entry.pickled = pickle_with_references(
                 obj, f"the {type(obj).__name__} that was made in the scope", self._strategy(), self.name
