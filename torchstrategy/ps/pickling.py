@@ -1,27 +1,59 @@
-"""Pickles with references in the place of what the coordinator and the workers share."""
+"""Pickles with references in the place of what the coordinator and the workers share, and what makes one outdated."""
 
 from __future__ import annotations
 
+import enum
+import functools
+import inspect
 import io
+import itertools
 import json
+import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy.ps.optimizer_updates import attributes_of
+from torchstrategy.ps.bindings import version_of
+from torchstrategy.ps.optimizer_updates import as_numbers, attributes_of
 from torchstrategy.ps.served import Served
 from torchstrategy.ps.served_optimizers import hyper_parameters, make_worker_optimizer, step_hooks
 from torchstrategy.ps.served_variables import ServedVariable
-from torchstrategy.ps.user_modules import CodePickler, pickled_by_value
+from torchstrategy.ps.user_modules import CodePickler, is_sent_by_value, pickled_by_value
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.record import owner
 
-__all__ = ["Pickled", "pickle_with_references", "split_header", "with_header"]
+__all__ = [
+    "Pickled",
+    "are_same",
+    "pickle_with_references",
+    "split_header",
+    "state_of",
+    "state_of_watched",
+    "weakly",
+    "what_it_refers_to",
+    "with_header",
+]
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+#: What of a module's attributes workers follow: these, tensors, what is numbered, and containers of them. Of any other
+#: object workers have what it was when they got the module.
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_NUMBERED = (*_FUNCTIONS, types.BuiltinFunctionType, nn.Module, enum.Enum)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_MOST_FOLLOWED = 100  # entries of a container, which are gone through in every `schedule`
+_MAX_DEPTH = 3
+_TABLES = frozenset({dict, OrderedDict, set})  # of hooks and members
+#: By identity, which another object may have later: a reference, and a number that no other object ever has.
+_numbered: dict[int, tuple[Any, int]] = {}
+_numbers = itertools.count()
 
 
 class Pickled(NamedTuple):
@@ -180,3 +212,140 @@ def _reduce_optimizer(optimizer: Optimizer) -> Any:
     ]
     attributes = {**attributes_of(optimizer), **step_hooks(optimizer)}
     return make_worker_optimizer, (type(optimizer), dict(optimizer.defaults), groups, attributes)
+
+
+def state_of(obj: Any) -> Any:
+    """Return what of an object's state workers must follow; hashable."""
+    if metric_states.is_metric(obj):
+        return ()
+    if isinstance(obj, nn.Module):
+        return tuple(_state_of_module(module) for _, module in metric_states.modules_but_metrics(obj))
+    if isinstance(obj, Optimizer):
+        trained = tuple(_trains(p) for group in obj.param_groups for p in group["params"])
+        hooks = tuple((name, tuple(map(_number_of, own.values()))) for name, own in step_hooks(obj).items())
+        hyper = [{name: as_numbers(value) for name, value in group.items()} for group in hyper_parameters(obj)]
+        return repr(hyper), trained, hooks  # a tensor's own repr leaves digits out
+    return ()
+
+
+def _state_of_module(module: nn.Module) -> Any:
+    """Return the state of one module; this is done with each one in every `schedule`."""
+    state: list[Any] = []
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind in _PLAIN:
+            state += name, value
+        elif kind in _TABLES and not value:
+            continue
+        elif name == "_modules":
+            state += *value, *map(_number_of, value.values())
+        elif name in ("_parameters", "_buffers"):
+            state += value
+            state += [
+                (_number_of(own), own.binding.requires_grad) if isinstance(own, Served) else _mark(own)
+                for own in value.values()
+            ]
+        else:
+            state += name, _mark(value)
+    return tuple(state)
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """Return what is another one when a value is another one for workers; hashable."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        if isinstance(value, Served):
+            return _number_of(value), value.binding.requires_grad
+        return _number_of(value), version_of(value), value.requires_grad
+    if isinstance(value, _NUMBERED):
+        return _number_of(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tobytes() if value.size <= _MOST_FOLLOWED else _number_of(value)
+    if not isinstance(value, _CONTAINERS) or depth == _MAX_DEPTH:
+        return None
+    if len(value) > _MOST_FOLLOWED:
+        return len(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return tuple((key if type(key) in _PLAIN else None, _mark(item, depth + 1)) for key, item in items)
+
+
+def _number_of(obj: Any) -> int:
+    known = _numbered.get(id(obj))
+    if known is not None and known[0]() is obj:
+        return known[1]
+    key, number = id(obj), next(_numbers)
+
+    def forget(gone: Any) -> None:
+        if _numbered.get(key, (None, -1))[0] is gone:
+            del _numbered[key]
+
+    try:
+        _numbered[key] = weakref.ref(obj, forget), number
+    except TypeError:  # builtin functions and the like live for ever anyway
+        _numbered[key] = weakly(obj), number
+    return number
+
+
+def state_of_watched(obj: Any) -> Any:
+    """Return what changes when a tensor or module to which a function refers is another one for workers."""
+    return _mark(obj) if isinstance(obj, Tensor) else state_of(obj)
+
+
+def _trains(parameter: Tensor) -> bool:
+    return parameter.binding.requires_grad if isinstance(parameter, Served) else parameter.requires_grad
+
+
+def what_it_refers_to(fn: Any) -> list[Any]:
+    """Return the objects that a function refers to by name, to notice when a name stands for another one.
+
+    The program's own functions among them are sent with it, so what these refer to belongs to it.
+    """
+    found: list[Any] = [fn] if isinstance(fn, nn.Module) else []
+    functions, seen = [fn], set()
+    while functions:
+        plain = functions.pop()
+        plain = inspect.unwrap(plain.func if isinstance(plain, functools.partial) else plain)
+        if isinstance(plain, types.MethodType):
+            found.append(plain.__self__)
+            plain = plain.__func__
+        code = getattr(plain, "__code__", None)
+        if code is None or id(plain) in seen:
+            continue
+        seen.add(id(plain))
+        cells = [_content(cell) for cell in plain.__closure__ or ()]
+        names = [plain.__globals__.get(name) for name in _names_in(code)]
+        own = [*cells, *names, plain.__defaults__, *(plain.__kwdefaults__ or {}).values()]
+        found += own
+        functions += [each for each in own if isinstance(each, _FUNCTIONS) and is_sent_by_value(each)]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names in a function's code, and in that of functions and comprehensions inside it."""
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def weakly(obj: Any) -> Callable[[], Any]:
+    """Return what gives an object, without keeping it alive where that can be."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
+
+
+def are_same(before: list[Callable[[], Any]] | None, now: list[Any]) -> bool:
+    """Say whether what was watched is what there is now."""
+    if before is None or len(before) != len(now):
+        return False
+    # A weak reference gives None for an object that is gone, which is not the None that a name stands for now.
+    return all(a() is b and (b is not None or not isinstance(a, weakref.ref)) for a, b in zip(before, now, strict=True))
