@@ -202,6 +202,16 @@ def test_what_is_new_in_a_module_is_on_the_servers(cluster):
     with torch.no_grad():
         net[0].weight.fill_(7)
     assert cluster.call(fn)[0] == 7
+    net[0] = nn.Linear(1, 1, bias=False)
+    before = float(net[0].weight.detach())
+    optimizer = torch.optim.SGD(net[0].parameters(), 1.0)
+
+    def train():
+        net[0](torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    cluster.call(train)
+    assert float(net[0].weight.detach()) == before - 1
 
 
 def test_a_function_leaves_no_mode_and_no_rate_to_the_next_one(cluster):
