@@ -175,8 +175,8 @@ class ServedHosting(DirectHosting):
                 self._serve(name, parameter, Kind.PARAMETER)
         else:
             if not all(isinstance(parameter, Served) for _, parameter in _named_tensors(optimizer)):
-                for root in [reference() for reference, path in self._roots.values() if not path]:
-                    self.take_rest(root)  # which the next function would do
+                for reference in [reference for reference, path in self._roots.values() if not path]:
+                    self.take_rest(reference())  # which the next function would do
             self._record.own(optimizer)
         link = OptimizerLink(optimizer, number, self._strategy.bindings, _binding_of)
         link.define()
