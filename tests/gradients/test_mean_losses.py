@@ -334,6 +334,20 @@ def test_gradients_that_are_assigned():
     assert warnings_of_assigned(F.cross_entropy, only_measure) == []
 
 
+def measure_many(parameters, gradients, loss):
+    """As for a Jacobian, where one backward pass starts with many gradients."""
+    total = sum(parameter.square().mean() for parameter in parameters)
+    starts = torch.tensor([1.0, 2.0]).double()
+    many = grad_taken_before(total, parameters, starts, is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close(2 * many[0][0], many[0][1])
+    torch.func.vmap(lambda start: grad_taken_before(total, parameters, start)[0])(starts)
+    assign_as_they_are(parameters, [gradient / 2 for gradient in gradients], loss)
+
+
+def test_batched_gradients_can_be_taken():
+    assert warnings_of_assigned(F.cross_entropy, measure_many) == []
+
+
 def halve(model):
     for parameter in model.parameters():
         parameter.grad.div_(2)

@@ -211,3 +211,23 @@ def test_a_class_of_scalers_that_is_made_later_sums_first(strategy):
     total = 2.0 * sum(range(1, strategy.num_replicas_in_sync + 1))
     for gradients in seen:
         assert all(gradient.eq(total).all() for gradient in gradients)
+
+
+def test_a_parameter_in_the_place_of_one_that_is_gone_is_a_stranger():
+    strategy = strategy_for(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    strategy.run(lambda: None)
+    outside = nn.Linear(2, 1)
+    for local_id, weight in enumerate(strategy.experimental_local_results(strategy.run(lambda: model.weight))):
+        known = strategy.gradients._parameters[local_id]
+        known.update({id(parameter): known[id(weight)] for parameter in outside.parameters()})  # an id comes again
+    optimizer = torch.optim.SGD(outside.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        outside(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="does not belong to this replica"):
+        strategy.run(step)

@@ -78,6 +78,50 @@ def test_schedulers_that_skip_their_base_class_constructor(strategy, build):
     assert owner(scheduler) is strategy
 
 
+class Around(torch.optim.Optimizer):
+    """Lookahead, as packages have it: an optimizer around another one, whose groups it shares."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        self.defaults, self.count = optimizer.defaults, 0
+        self.slow = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        self.count += 1
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            if self.count % 2 == 0:
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def train_around(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(model.weight, 0.5)
+        optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(x):
+        optimizer.optimizer.zero_grad()
+        ts.nn.compute_average_loss(model(x).square().sum(1), global_batch_size=6).backward()
+        optimizer.step()
+
+    inputs = torch.linspace(0, 1, 12).double().reshape(6, 2)
+    for x in list(strategy.experimental_distribute_dataset(inputs, batch_size=6)) * 4:
+        strategy.run(step, args=(x,))
+        scheduler.step()
+    return model.weight.detach(), optimizer.param_groups[0]["lr"], optimizer.optimizer.param_groups[0]["count"]
+
+
+def test_an_optimizer_that_skips_its_base_class_constructor(strategy):
+    weight, *others = train_around(strategy)
+    expected, *expected_others = train_around(ts.OneDeviceStrategy("cpu:0"))
+    torch.testing.assert_close(weight, expected)
+    assert others == expected_others == [pytest.approx(0.1 * 0.9**4), 4]
+
+
 def test_objects_made_by_replica_functions_are_their_own(strategy):
     made = []
 

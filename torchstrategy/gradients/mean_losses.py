@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchstrategy.base.devices import is_capturing, kind_of
@@ -389,6 +390,8 @@ def _is_one(grad: Tensor | None) -> bool:
 
 def _can_be_read(tensor: Tensor) -> bool:
     if tensor.is_meta or torch.compiler.is_compiling():
+        return False
+    if is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor):  # many at once, as in vmap
         return False
     return tensor.is_cpu or not (kind_of(tensor.device).is_traced or is_capturing(tensor.device.type))
 

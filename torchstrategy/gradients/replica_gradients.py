@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,16 +59,17 @@ class ReplicaGradients:
         self._hosting = hosting
         self._num_replicas = num_replicas
         self._parameters: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(num_local)]
-        #: For each replica, by id of an optimizer, the ids of the parameters that were found to be the replica's.
-        self._checked: list[dict[int, list[int]]] = [{} for _ in range(num_local)]
+        #: For each replica, by its id an optimizer and the ids of the parameters that were found to be the replica's.
+        self._checked: list[dict[int, tuple[weakref.ref[Optimizer], list[int]]]] = [{} for _ in range(num_local)]
         self._lock = threading.Lock()  # replicas that run at once may find new parameters
         #: By id of each DTensor, whose gradients FSDP2 sums, what ends its hook.
         self._dtensors: dict[int, RemovableHandle] = {}
         weakref.finalize(self, _remove_all, self._dtensors).atexit = False
 
-    def parameters(self, local_id: int) -> Mapping[int, Any]:
-        """Return the ids of the parameters of one replica's recorded modules."""
-        return self._parameters[local_id]
+    def owns(self, local_id: int, value: Any) -> bool:
+        """Say whether a tensor is a parameter of a replica, and not another one in the place of one that is gone."""
+        known = self._parameters[local_id].get(id(value))
+        return known is not None and known() is value
 
     def local_parameters(self) -> list[Tensor]:
         """Return the parameters of this process's first replica."""
@@ -139,18 +140,18 @@ class ReplicaGradients:
         """
         parameters = optimizer_parameters(optimizer)
         keys, checked = list(map(id, parameters)), self._checked[local_id]
-        if checked.get(id(optimizer)) == keys:
+        known = checked.get(id(optimizer))
+        if known is not None and known[1] == keys and known[0]() is optimizer:
             return
-        if not self._parameters[local_id].keys() >= set(keys):
+        if not all(self.owns(local_id, parameter) for parameter in parameters):
             self.refresh()
-        owned = self._parameters[local_id]
         for parameter in parameters:
             if isinstance(parameter, Variable) and parameter.synchronization is VariableSynchronization.ON_READ:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} can't train variable {parameter.name!r}: it is ON_READ, so its copies "
                     "may differ between replicas. Make it with synchronization=ON_WRITE."
                 )
-            if id(parameter) not in owned:
+            if not self.owns(local_id, parameter):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} updates a parameter (shape {tuple(parameter.shape)}) that does not "
                     f"belong to this replica of {self._owner}: the model was not made in "
@@ -158,7 +159,7 @@ class ReplicaGradients:
                     "inside `with strategy.scope():`, or give both to `strategy.replicate`; a bare nn.Parameter must "
                     "be part of a module."
                 )
-        checked[id(optimizer)] = keys
+        checked[id(optimizer)] = weakref.ref(optimizer), keys
 
     def part_of(
         self, context: Any, optimizer: Optimizer, *, is_fresh: bool = False, uses_applied: bool = False
@@ -193,8 +194,7 @@ class ReplicaGradients:
 
     def before_grad(self, context: Any, outputs: Any, grad_outputs: Any, inputs: Iterable[Any]) -> FoundMean | None:
         """Look at a call of ``torch.autograd.grad`` that a replica is about to make."""
-        owned = self._parameters[context.local_id]
-        if not any(id(value) in owned for value in inputs):
+        if not any(self.owns(context.local_id, value) for value in inputs):
             return None
         return self.summer.mean_losses.find(outputs, grad_outputs, context)
 

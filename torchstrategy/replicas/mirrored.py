@@ -85,6 +85,8 @@ class Mirror:
         if not self._seen:
             return
         state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
+        if isinstance(self.bodies[0], Optimizer):
+            seen.pop("param_groups", None)  # they follow by themselves, and one around another optimizer has the same
         changed = [name for name, before in seen.items() if differ(before, snapshot(state.get(name)))]
         for name in changed:
             if name not in state:

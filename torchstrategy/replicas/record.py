@@ -304,9 +304,10 @@ def _restore() -> None:
 def _patch_constructors(classes: tuple[type, ...]) -> None:
     for cls in classes:
         _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
-    for cls in _subclasses(LRScheduler):
-        if "__init__" in vars(cls):  # some schedulers do not call their base class's
-            _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
+    for base in _WATCHED:
+        for cls in _subclasses(base):
+            if "__init__" in vars(cls):  # some schedulers, and optimizers around another one, do not call their base's
+                _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
 
 
 def _patch(cls: type, name: str, replacement: Callable[..., Any]) -> None:

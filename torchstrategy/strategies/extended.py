@@ -208,7 +208,7 @@ class StrategyExtended:
             return (v,) if owner(v) is strategy else ()
         if current_replica_context() is None:
             strategy._take_up_new()
-        if id(v) not in strategy.gradients.parameters(0):
+        if not strategy.gradients.owns(0, v):
             return ()
         return tuple(strategy.hosting.counterpart(i, v) for i in range(len(strategy.placement.devices)))
 
