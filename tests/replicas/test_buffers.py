@@ -1,11 +1,15 @@
 """Buffers: their mean over replicas that had examples, at ``optimizer.step`` or on demand."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.replicas.mirrored import bodies
+
+pytestmark = pytest.mark.filterwarnings("ignore:Buffer .* has got another value on each replica")
 
 
 @pytest.fixture(params=[2, 3])
@@ -61,6 +65,50 @@ def test_mean_over_replicas_and_replica_0s_integers(strategy):
         assert body.count.item() == 2
         assert body.flag.item() is False
         torch.testing.assert_close(body.mean, model.mean, rtol=0, atol=0)
+
+
+class Counter(nn.Module):
+    """What it counts is of a replica's share, or of the whole batch."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.weight, self.counts = nn.Parameter(torch.ones(1)), counts
+        self.register_buffer("total", torch.zeros(1))
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        total, number = self.counts(x)
+        self.total.mul_(0.9).add_(total)
+        self.number += number
+        return self.weight * x
+
+
+def of_share(x):
+    return x.sum(), (x > 1.5).sum()
+
+
+def of_batch(x):
+    return ts.get_replica_context().all_reduce("SUM", of_share(x))
+
+
+def messages(strategy, counts, x):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer = make(strategy, lambda: nn.Sequential(Counter(counts), nn.Linear(1, 1), nn.BatchNorm1d(1)))
+        step_on(strategy, model, optimizer, x, 4)
+        return [str(entry.message) for entry in caught]
+
+
+def test_a_buffer_of_each_replicas_share_is_warned_of(strategy):
+    x = torch.arange(11.0)[:, None]
+    total, number = messages(strategy, of_share, x)
+    assert total.startswith("Buffer 'total' of Counter (shape (1,)) has got another value on each replica")
+    assert "their mean is kept" in total
+    assert "Buffer 'number' of Counter" in number
+    assert "replica 0's is kept" in number
+    assert "ts.get_replica_context().all_reduce" in number
+    assert messages(strategy, of_batch, x) == []
+    assert messages(strategy, lambda x: (1.0, 1), x) == []
 
 
 def test_empty_shares_do_not_count(strategy):

@@ -456,7 +456,7 @@ class GradientSummer:
             firsts = [part[0] for part in parts]
             totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
             parts = [[total] * len(placement.devices) for total in totals]
-        self._buffers.store(slots, parts)
+        self._buffers.store(slots, parts, had_examples)
 
 
 def _at(indices: Sequence[int], values: Sequence[_Value]) -> Sequence[_Value]:

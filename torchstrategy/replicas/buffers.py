@@ -13,12 +13,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrategy.base.devices import kind_of
+from torchstrategy.base.log import warn_once
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
 
 __all__ = ["BufferSync"]
+
+#: Values are looked at in so many first steps, and in every so many later ones: each look waits for an accelerator.
+_NUM_LOOKS = 3
+_EVERY = 64
 
 
 class _Layout(NamedTuple):
@@ -54,6 +59,7 @@ class BufferSync:
         self._stamps: dict[int, tuple[Any, ...]] = {}
         self._silent = _SilentWrites(record.written_past)
         self._known = _Layout([], [], 0)
+        self._num_stores: dict[int, int] = {}
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
@@ -169,19 +175,49 @@ class BufferSync:
         """
         dicts, name = slot
         values = [own[name].detach() for own in dicts]
-        if values[0].is_floating_point() or values[0].is_complex():
+        if _is_averaged(values[0]):
             return [_weighted(value, weight) for value, weight in zip(values, weights, strict=True)]
         wide = [value.to(torch.int64) for value in values]
         return [value if holds_first and i == 0 else torch.zeros_like(value) for i, value in enumerate(wide)]
 
-    def store(self, slots: Sequence[Slot], totals: Sequence[Sequence[Tensor]]) -> None:
-        """Write the sums to the replicas' buffers."""
+    def store(self, slots: Sequence[Slot], totals: Sequence[Sequence[Tensor]], had_examples: Sequence[bool]) -> None:
+        """Write the sums to the replicas' buffers.
+
+        Args:
+            slots: the buffers.
+            totals: what each is on each local replica.
+            had_examples: whether each local replica had.
+        """
+        for slot, row in zip(slots, totals, strict=True):
+            num_stores = self._num_stores[_key(slot)] = self._num_stores.get(_key(slot), 0) + 1
+            if num_stores <= _NUM_LOOKS or num_stores % _EVERY == 0:
+                self._look_for_own_values(slot, row, had_examples)
         buffers = tuple(own[name] for dicts, name in slots for own in dicts)
         values = [total for row in totals for total in row]
         # As torch's batch norm writes them: a backward pass that is still to come does not use their values.
         with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers):
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
+
+    def _look_for_own_values(self, slot: Slot, totals: Sequence[Tensor], had_examples: Sequence[bool]) -> None:
+        """Warn of a buffer of the program's that each replica has computed from its own share of the batch."""
+        dicts, name = slot
+        values = [own[name] for own, has in zip(dicts, had_examples, strict=True) if has]
+        if all(_can_compare(value) and _are_close(value, totals[0]) for value in values):
+            return
+        recorded = [bodies(obj)[0] for obj in self.record if isinstance(obj, nn.Module)]
+        module = next((m for root in recorded for m in root.modules() if m._buffers is dicts[0]), None)
+        if module is None or _averages_by_itself(module):
+            return
+        kept = "their mean is kept" if _is_averaged(values[0]) else "replica 0's is kept"
+        warn_once(
+            f"Buffer {name!r} of {type(module).__name__} (shape {tuple(values[0].shape)}) has got another value on "
+            f"each replica, such as a sum over its share of the batch; {kept}. One replica alone would have another "
+            "value, unless this is a mean and all shares are equally large. Compute it from the whole batch: sum what "
+            "it is made of by `ts.get_replica_context().all_reduce` first; or register a `ts.Variable` with the "
+            "aggregation that you mean as the buffer.",
+            of=self,
+        )
 
     def mark_synchronised(self, slots: Sequence[Slot]) -> None:
         """Note the present values as synchronised."""
@@ -198,9 +234,6 @@ class _SilentWrites:
     Args:
         found: where the ids of the modules' dictionaries of buffers are put.
     """
-
-    _NUM_LOOKS = 3
-    _EVERY = 64  # each look waits for an accelerator
 
     def __init__(self, found: set[int]) -> None:
         #: The ids of the dictionaries of buffers that are written so.
@@ -232,11 +265,11 @@ class _SilentWrites:
             if not is_known and not all(_are_equal(value, own[name]) for value, own in zip(values, dicts, strict=True)):
                 self.found.add(module)
             self._num_looks[key] = self._num_looks.get(key, 0) + 1
-            if self._num_looks[key] >= self._NUM_LOOKS:
+            if self._num_looks[key] >= _NUM_LOOKS:
                 del self._values[key]
         self._num_calls += 1
-        if slots and self._num_calls % self._EVERY == 0:
-            self.watch(slots[self._num_calls // self._EVERY % len(slots)])
+        if slots and self._num_calls % _EVERY == 0:
+            self.watch(slots[self._num_calls // _EVERY % len(slots)])
 
     def refresh(self, slots: Sequence[Slot]) -> None:
         """Take what the buffers hold as unchanged."""
@@ -268,6 +301,24 @@ def _parameters_around(module: nn.Module, parents: dict[int, list[nn.Module]]) -
         level = [parent for member in level for parent in parents.get(id(member), ()) if id(parent) not in seen]
         seen.update(map(id, level))
     return set()
+
+
+def _is_averaged(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _averages_by_itself(module: nn.Module) -> bool:
+    """Say whether a module's buffers are known to be statistics of a share, of which the mean is meant; or a metric."""
+    is_torchs = type(module).__module__.startswith("torch.")
+    return is_torchs or isinstance(module, nn.modules.batchnorm._NormBase) or hasattr(module, "_update_count")
+
+
+def _are_close(value: Tensor, total: Tensor) -> bool:
+    """Say whether a replica's own value is that of all, but for the rounding of a mean."""
+    total = total.to(value.device, value.dtype)
+    if not _is_averaged(value):
+        return torch.equal(value, total)
+    return torch.allclose(value, total, rtol=1e-3 if value.element_size() < 4 else 1e-5, equal_nan=True)
 
 
 def _weighted(value: Tensor, weight: float) -> Tensor:
