@@ -263,6 +263,16 @@ def test_what_is_no_data(x, message, error):
     fails(message, lambda: default_batches(x), error)
 
 
+def test_data_that_never_ends_needs_a_number_of_steps():
+    endless = ts.data.Dataset.range(4).batch(2).repeat()
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    for data in (endless, strategy.experimental_distribute_dataset(endless)):
+        with pytest.raises(ValueError, match=r"fit\(x=...\) never ends: the dataset is repeated without a number"):
+            make_batches(strategy, data)
+        assert make_batches(strategy, data, steps=2).num_batches is None
+    assert make_batches(strategy, ts.data.Dataset.range(4).batch(2).repeat(3)).num_batches == 6
+
+
 def test_shuffle_is_a_truth_value():
     fails(
         "fit(shuffle=...) must be True or False. Received: 'batch'",

@@ -1,6 +1,7 @@
 """What ``compile(optimizer=...)`` takes, and that names have Keras' hyper-parameters."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -122,3 +123,16 @@ def test_a_model_without_parameters():
 def test_get_takes_no_optimizer():
     with pytest.raises(TypeError, match="get takes the name of an optimizer"):
         get(torch.optim.Adam(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "message"),
+    [
+        ("adam", "learning_rate", "torch's Adam ('adam') has no argument 'learning_rate'. It is `lr`."),
+        ("sgd", "clipnorm", "no argument 'clipnorm'. To clip, override `clip_gradients`"),
+        ("sgd", "speed", "torch's SGD ('sgd') has no argument 'speed'. It has lr, momentum,"),
+    ],
+)
+def test_arguments_of_keras(name, argument, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        get(name, **{argument: 0.1})

@@ -178,6 +178,12 @@ def make_batches(  # noqa: PLR0913 - what `fit` has of data
         dataset = distribute_dataset(data, strategy.placement, strategy.workers)
         num_examples = _num_examples(data)
     num_batches = known_length(dataset)
+    if steps is None and _never_ends(x):
+        raise ValueError(
+            f"{names.x} never ends: the dataset is repeated without a number. Say how many of its batches are read "
+            "(steps_per_epoch in fit, validation_steps for its validation_data, steps in evaluate and predict), or "
+            "give repeat() a number."
+        )
     if num_batches == 0:
         raise ValueError(
             f"{names.x} gives no batches: the {type(x).__name__} is empty, or has fewer examples than a batch and "
@@ -230,6 +236,12 @@ class _Once:
             yield item
         if was_read and is_at_end:
             raise ValueError(f"{self._names.x} is a generator or another iterator, {_ONCE}")
+
+
+def _never_ends(x: Any) -> bool:
+    """Say whether it is known that data has no end; what a function makes on other processes is not."""
+    data = getattr(x._source, "_data", None) if isinstance(x, DistributedDataset) else x
+    return is_pipeline(data) and data.cardinality() == -1  # ts.data.INFINITE_CARDINALITY
 
 
 def _check_batch_size(batch_size: Any, names: DataArguments) -> None:

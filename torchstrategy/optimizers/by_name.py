@@ -35,6 +35,15 @@ _REMEDY = (
     "Any torch optimizer can be given as an instance, a class or a function of the parameters: "
     "optimizer=functools.partial(torch.optim.SGD, lr=0.1)."
 )
+_CLIP = "To clip, override `clip_gradients` of the model, or clip between `sum_gradients` and `step()`."
+#: What is said of Keras' arguments.
+_KERAS_ARGUMENTS = {
+    "learning_rate": "It is `lr`.", "epsilon": "It is `eps`.", "rho": "It is `alpha`.",
+    "beta_1": "It is in `betas=(beta_1, beta_2)`.", "beta_2": "It is in `betas=(beta_1, beta_2)`.",
+    "clipnorm": _CLIP, "global_clipnorm": _CLIP, "clipvalue": _CLIP,
+    "use_ema": "Use `torch.optim.swa_utils.AveragedModel`.",
+    "gradient_accumulation_steps": "It is an argument of `compile`.",
+}  # fmt: skip
 
 
 def get(identifier: Any, **hyper_parameters: Any) -> Callable[[Iterable[Tensor]], Optimizer]:
@@ -52,7 +61,7 @@ def get(identifier: Any, **hyper_parameters: Any) -> Callable[[Iterable[Tensor]]
 
     Raises:
         ValueError: the name is not known.
-        TypeError: ``identifier`` is neither a name nor such a function.
+        TypeError: ``identifier`` is neither a name nor such a function, or torch's optimizer has no such argument.
 
     Example:
         >>> ts.optimizers.get("sgd")([torch.zeros(1)]).defaults["lr"]
@@ -62,6 +71,10 @@ def get(identifier: Any, **hyper_parameters: Any) -> Callable[[Iterable[Tensor]]
     """
     if isinstance(identifier, str):
         cls, defaults = find(identifier, _OPTIMIZERS, "optimizer=", _REMEDY)
+        known = list(inspect.signature(cls).parameters)[1:]
+        for name in hyper_parameters.keys() - {*known}:
+            hint = _KERAS_ARGUMENTS.get(name, f"It has {', '.join(known)}.")
+            raise TypeError(f"torch's {cls.__name__} ({identifier!r}) has no argument {name!r}. {hint}")
         return functools.partial(cls, **(defaults | hyper_parameters))
     if isinstance(identifier, Optimizer) or not callable(identifier):
         raise TypeError(
