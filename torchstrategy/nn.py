@@ -17,7 +17,7 @@ from torchstrategy import errors
 from torchstrategy.base import later
 from torchstrategy.base.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from torchstrategy.base.log import warn_once
-from torchstrategy.base.values import known_counts
+from torchstrategy.base.values import known_counts, note_scaled
 from torchstrategy.gradients.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_mean_loss", "scale_regularization_loss"]
@@ -82,7 +82,7 @@ def compute_average_loss(
     result_dtype, sum_dtype = _dtypes(loss)
     if sample_weight is not None:
         loss = loss.to(sum_dtype) * _matching_weight(sample_weight, loss).to(sum_dtype)
-    return _divide_no_nan(loss.sum(dtype=sum_dtype), divisor).to(result_dtype)
+    return note_scaled(context, _divide_no_nan(loss.sum(dtype=sum_dtype), divisor).to(result_dtype))
 
 
 def scale_mean_loss(loss: Tensor, weight: int | float | Tensor | None = None) -> Tensor:
@@ -135,7 +135,7 @@ def scale_mean_loss(loss: Tensor, weight: int | float | Tensor | None = None) ->
         masked = loss.masked_fill(own == 0, 0.0)
     else:
         masked = loss if own else loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)  # keeps the graph
-    return (_divide_no_nan(masked.to(sum_dtype) * own, total)).to(result_dtype)
+    return note_scaled(context, _divide_no_nan(masked.to(sum_dtype) * own, total).to(result_dtype))
 
 
 def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     if context is not None:
         context.has_scaled_losses = True
     # Each of the batches that make one optimizer step adds its part.
-    return loss / (_num_replicas() * _num_parts(context))
+    return note_scaled(context, loss / (_num_replicas() * _num_parts(context)))
 
 
 def _part_of_weights(context: Any, loss: Tensor, weight: Any) -> tuple[Tensor, Tensor]:

@@ -202,3 +202,40 @@ def test_a_rerun_knows_that_the_data_of_the_epoch_has_ended(strategy, tmp_path, 
     with pytest.raises(Interrupted):
         trained("broken", InterruptValidation())
     assert trained("broken") == expected
+
+
+class OwnLoss(ts.Model):
+    """Its loss is its own, and without Keras' ``training``."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return ts.nn.compute_average_loss((y - y_pred).square().sum(1), global_batch_size="actual")
+
+
+class OwnTracker(OwnLoss):
+    """A step as Keras' guides have it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.tracker = ts.metrics.Mean(name="tracker")
+
+    def train_step(self, data):
+        x, y = data
+        loss = self.compute_loss(y=y, y_pred=self(x))
+        self.minimize(loss)
+        self.tracker.update_state(loss)
+        return {"tracker": self.tracker.result()}
+
+
+def test_a_loss_of_the_models_own_is_evaluated(strategy):
+    x, y = data()
+    expected = made(strategy).evaluate(x, y, batch_size=4, verbose=0)
+    assert made(strategy, OwnLoss, loss=None).evaluate(x, y, batch_size=4, verbose=0) == pytest.approx(expected)
+    assert made(strategy, OwnLoss).evaluate(x, y, batch_size=4, verbose=0) == pytest.approx(expected)
+
+
+def test_a_mean_of_replicas_parts_of_a_loss_is_warned_of():
+    x, y = data()
+    made(ts.get_strategy(), OwnTracker).fit(x, y, verbose=0)
+    model = made(ts.MirroredStrategy(["cpu:0", "cpu:1"]), OwnTracker)
+    with pytest.warns(UserWarning, match=r"The Mean 'tracker' was given a replica's part .* self.track_loss\(loss\)"):
+        model.fit(x, y, verbose=0)

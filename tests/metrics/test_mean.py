@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor
 
 import torchstrategy as ts
 from torchstrategy.errors import InvalidArgumentError
@@ -143,20 +144,24 @@ def test_mean_of_a_function_that_averages_already():
         metric.update_state(torch.ones(2), torch.ones(2))
 
 
-def test_mean_of_scaled_losses_is_too_small():
+@pytest.mark.parametrize("made", [lambda loss: loss, Tensor.detach, lambda loss: 0 + loss])
+def test_mean_of_scaled_losses_is_too_small_and_warned_of(made):
     """The tutorial's note: Mean divides the sum of the replicas' scaled losses once more, by their number."""
     strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         scaled, per_example = ts.metrics.Mean(), ts.metrics.Mean()
 
     def step(losses):
-        loss = ts.nn.compute_average_loss(losses, global_batch_size=4)
-        scaled.update_state(loss)
+        loss = ts.nn.compute_average_loss(losses.requires_grad_(), global_batch_size=4)
+        scaled.update_state(made(loss))
         per_example.update_state(losses)
+        per_example.update_state(losses.mean())  # of a share
         return loss
 
     (losses,) = strategy.experimental_distribute_dataset(torch.tensor([2.0, 3.0, 4.0, 5.0]), batch_size=4)
-    loss = strategy.reduce("SUM", strategy.run(step, args=(losses,)), axis=None)
+    with pytest.warns(UserWarning, match="The Mean 'mean' was given a replica's part of a loss") as caught:
+        loss = strategy.reduce("SUM", strategy.run(step, args=(losses,)), axis=None)
+    assert len(caught) == 1
     assert (loss.item(), per_example.result().item(), scaled.result().item()) == (3.5, 3.5, 1.75)
 
 

@@ -69,6 +69,7 @@ def grouped(cases):
 
 
 @pytest.mark.filterwarnings("ignore:Variable .* is read outside `run`")  # whose copies differ, as in TF
+@pytest.mark.filterwarnings("ignore:The Mean 'mean' was given a replica's part of a loss")  # TF's own pitfall
 @pytest.mark.parametrize("cases", grouped(c for c in CASES if not c.tf_bug and c.id not in KNOWN))
 def test_cases_equal_tf(cases):
     wrong = [text for case in cases if (text := difference(case, expected_of(case)))]

@@ -13,6 +13,7 @@ different splits, or a loss without one row for each example) it raises, by rule
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn
@@ -34,9 +35,11 @@ __all__ = [
     "ValueT",
     "example_counts",
     "get_shares",
+    "is_scaled",
     "known_counts",
     "local_results",
     "mark_windows",
+    "note_scaled",
     "num_rows_of",
     "regroup",
     "select_replica",
@@ -343,6 +346,29 @@ def known_counts(context: Any, num_rows: int | None = None) -> tuple[int, int]:
         context.actual_batch_size()  # raises, and says why
         raise RuntimeError("How many examples the batch has is not known.")
     return found
+
+
+def note_scaled(context: Any, loss: torch.Tensor) -> torch.Tensor:
+    """Remember that a replica's loss was divided by the numbers of the global batch; return it."""
+    if context is not None and context.num_replicas_in_sync > 1 and not torch.compiler.is_compiling():
+        context._scaled_losses = [*context._scaled_losses[-7:], (weakref.ref(loss), loss.grad_fn)]
+    return loss
+
+
+def is_scaled(context: Any, value: torch.Tensor) -> bool:
+    """Say whether a value is such a loss, which may have lost its graph, or a sum with one."""
+    noted = [] if context is None else context._scaled_losses
+    losses = [loss for reference, _ in noted if (loss := reference()) is not None]
+    if any(value is loss or (value.is_cpu and value.data_ptr() == loss.data_ptr()) for loss in losses):
+        return True
+    made_by, waiting = [node for _, node in noted if node is not None], [value.grad_fn] if noted else []
+    while waiting and len(waiting) < 16:
+        node = waiting.pop()
+        if node in made_by:
+            return True
+        if node is not None and node.name().startswith("AddBackward"):
+            waiting += [child for child, _ in node.next_functions]
+    return False
 
 
 def _regroup_leaf(*leaves: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 
 from torchstrategy.base.later import explains_absent
 from torchstrategy.base.names import snake_case
+from torchstrategy.base.values import note_scaled
 from torchstrategy.fit.arguments import entry_point
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, watch_modes, with_mode
@@ -124,8 +128,10 @@ class TrainableModule(nn.Module):
         """Evaluate one replica's share of a batch; as ``train_step``, without an update. Replica context."""
         x, y, sample_weight = unpack_x_y_sample_weight(data)
         y_pred = self(x)
-        if self.loss is not None or trainer_of(self).layer_losses.of(self):
-            self.track_loss(self.compute_loss(x, y, y_pred, sample_weight, training=False))
+        own = type(resolve(self)).compute_loss
+        if self.loss is not None or trainer_of(self).layer_losses.of(self) or own is not TrainableModule.compute_loss:
+            mode = {"training": False} if _takes_training(own) else {}  # as in Keras, an override may do without
+            self.track_loss(self.compute_loss(x, y, y_pred, sample_weight, **mode))
         return self.compute_metrics(x, y, y_pred, sample_weight)
 
     def predict_step(self, data: Any) -> Any:
@@ -184,7 +190,7 @@ class TrainableModule(nn.Module):
                 f"{method} needs something to minimize: pass loss= to compile(), attach regularizers or added losses, "
                 "or override train_step or compute_loss."
             )
-        return loss
+        return note_scaled(get_replica_context(), loss)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:  # noqa: ARG002
         """Update the compiled metrics. Replica context.
@@ -348,6 +354,12 @@ class TrainableModule(nn.Module):
         """The module whose ``forward`` has the parameters that say how inputs are passed: the wrapped one, or this."""
         wrapped = type(self).forward is TrainableModule.forward and "module" in self._modules
         return self.module if wrapped else self
+
+
+@functools.lru_cache(maxsize=16)
+def _takes_training(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "training" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _attribute_metrics(model: nn.Module) -> list[Any]:

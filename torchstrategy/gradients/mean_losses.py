@@ -389,9 +389,8 @@ def _is_one(grad: Tensor | None) -> bool:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    if tensor.is_meta or torch.compiler.is_compiling():
-        return False
-    if is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor):  # many at once, as in vmap
+    are_many = is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor)  # as in vmap
+    if are_many or tensor.is_meta or torch.compiler.is_compiling():
         return False
     return tensor.is_cpu or not (kind_of(tensor.device).is_traced or is_capturing(tensor.device.type))
 

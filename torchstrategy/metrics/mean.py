@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchstrategy import errors, losses
 from torchstrategy.metrics.metric import Metric
-from torchstrategy.metrics.metric_inputs import as_pair, as_tensor, check_example_axis, matching_weight
+from torchstrategy.metrics.metric_inputs import as_pair, as_tensor, check_example_axis, matching_weight, warn_of_scaled
 
 __all__ = [
     "BinaryCrossentropy",
@@ -104,7 +104,9 @@ class Mean(WeightedMean):
         Raises:
             InvalidArgumentError: ``sample_weight`` does not fit the values.
         """
-        self._add(as_tensor(values), sample_weight)
+        tensor = as_tensor(values)
+        warn_of_scaled(self.name, values)
+        self._add(tensor, sample_weight)
 
 
 class Sum(Metric):

@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from torchstrategy import errors
+from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import kind_of
-from torchstrategy.base.values import DistributedValues
+from torchstrategy.base.log import warn_once
+from torchstrategy.base.values import DistributedValues, is_scaled
 
-__all__ = ["as_pair", "as_tensor", "check_example_axis", "flaw_of", "matching_weight", "same_shape_pair"]
+__all__ = [
+    "as_pair",
+    "as_tensor",
+    "check_example_axis",
+    "flaw_of",
+    "matching_weight",
+    "same_shape_pair",
+    "warn_of_scaled",
+]
 
 
 def as_tensor(value: Any, device: torch.device | None = None) -> Tensor:
@@ -120,3 +130,16 @@ def matching_weight(sample_weight: Any, values: Tensor, dtype: torch.dtype) -> T
             f"sample_weight must be a scalar, have one entry for each example, or be broadcastable to the values' "
             f"shape {tuple(values.shape)}. Received shape {original}"
         ) from error
+
+
+def warn_of_scaled(name: str, values: Any) -> None:
+    """Warn of a replica's part of a loss, which is given to a mean."""
+    context = current_replica_context()
+    if context is not None and isinstance(values, Tensor) and values.numel() == 1 and is_scaled(context, values):
+        warn_once(
+            f"The Mean {name!r} was given a replica's part of a loss, as ts.nn.compute_average_loss and a model's "
+            "compute_loss return it. It is divided by the size of the global batch already, so the mean over replicas "
+            "is too small by their number. Give a Mean the loss of each example; or let the function return the part, "
+            'and add them up by strategy.reduce("SUM", loss). In a step of a model it is self.track_loss(loss).',
+            of=context.strategy,
+        )

@@ -85,6 +85,8 @@ class ReplicaContext:
         self.step_depth = 0
         #: Whether the library has divided a loss of this replica by the numbers of the global batch.
         self.has_scaled_losses = False
+        #: The latest losses that it has divided so, and the operations that have made them.
+        self._scaled_losses: list[Any] = []
         #: Whether the replica function has called ``all_reduce``: what it assigns may be a sum already.
         self._has_all_reduced = False
         #: Whether the replica has computed gradients; and whether it has met others, as every collective makes it.
