@@ -239,3 +239,26 @@ def test_a_mean_of_replicas_parts_of_a_loss_is_warned_of():
     model = made(ts.MirroredStrategy(["cpu:0", "cpu:1"]), OwnTracker)
     with pytest.warns(UserWarning, match=r"The Mean 'tracker' was given a replica's part .* self.track_loss\(loss\)"):
         model.fit(x, y, verbose=0)
+
+
+class Activity(nn.Module):
+    def forward(self, x):
+        ts.add_loss(0.1 * x.square().mean())
+        return x
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("number", [2, 3])
+def test_added_losses_count_by_examples(number, steps):
+    def train(strategy):
+        with strategy.scope():
+            torch.manual_seed(0)
+            model = ts.Model(
+                nn.Sequential(ts.regularize(nn.Linear(3, 1), "weight", ts.regularizers.L2(0.1)), Activity())
+            )
+        model.compile("sgd", "mse", gradient_accumulation_steps=steps)
+        history = model.fit(*data(11), batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]  # 4, 4 and 3
+        return [*history, *model.get_parameter("module.0.weight").flatten().tolist()]
+
+    expected = train(ts.get_strategy())
+    assert train(ts.MirroredStrategy([f"cpu:{i}" for i in range(number)])) == pytest.approx(expected, rel=1e-5)

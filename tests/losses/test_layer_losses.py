@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -620,6 +621,45 @@ def test_uneven_shares_follow_the_rule_of_tf():
 def test_an_empty_share_counts_as_nothing():
     loss, gradient = activity_on_shares(mirrored(2), torch.tensor([[3.0]]))
     assert (loss, gradient) == (pytest.approx(9.0 / 2), pytest.approx(9.0))
+
+
+class Adding(nn.Module):
+    """Adds what a function makes of its activations and its weight."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.layer, self.loss = nn.Linear(3, 2), loss
+
+    def forward(self, x):
+        y = self.layer(x)
+        ts.add_loss(self.loss(y, self.layer.weight))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (lambda y, w: 0.1 * y.square().sum(), True),
+        (lambda y, w: -y.sum((0, 1)), True),
+        (lambda y, w: y.square().sum(1), True),
+        (lambda y, w: 0.1 * y.square().mean(), False),
+        (lambda y, w: y.square().sum(1).mean(), False),
+        (lambda y, w: y.sum() / len(y), False),
+        (lambda y, w: 0.1 * w.square().sum(), False),
+    ],
+)
+def test_a_sum_over_a_share_is_warned_of(loss, is_sum):
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = Adding(loss)
+    (batch,) = strategy.experimental_distribute_dataset(torch.ones(4, 3), batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.run(lambda x: model(x).sum(), args=(batch,))
+    assert len(caught) == is_sum
+    if is_sum:
+        assert "test_layer_losses.py" in str(caught[0].message)
+        assert "is a sum over the examples of this replica's share of the batch" in str(caught[0].message)
 
 
 def test_nan_is_not_hidden_where_there_are_examples():

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from torchstrategy.base.later import explains_absent
 from torchstrategy.base.names import snake_case
-from torchstrategy.base.values import note_scaled
+from torchstrategy.base.values import example_counts, note_scaled
 from torchstrategy.fit.arguments import entry_point
 from torchstrategy.fit.batch_parts import unpack_x_y_sample_weight
 from torchstrategy.fit.calling import call_arguments, explain_failed_call, explain_unexpected, watch_modes, with_mode
 from torchstrategy.fit.steps import current_step
 from torchstrategy.fit.trainer import ATTRIBUTE, Trainer, is_metric, trainer_of
 from torchstrategy.losses.layer_losses import losses_of
-from torchstrategy.nn import scale_regularization_loss
+from torchstrategy.nn import scale_mean_loss, scale_regularization_loss
 from torchstrategy.optimizers.by_name import check_takes_no_closure
 from torchstrategy.replicas.mirrored import resolve
 from torchstrategy.strategies.default import get_replica_context, get_strategy
@@ -183,7 +183,10 @@ class TrainableModule(nn.Module):
                     "of layers and regularizers can't be added. Give it reduction='sum', which has the same "
                     "gradients, or leave the reduction out for the mean."
                 )
-            scaled = scale_regularization_loss(torch.stack([value.sum() for value in layers]))
+            total = torch.stack([value.sum() for value in layers]).sum()
+            # By examples, which is exact where shares are uneven: what layers add is a mean over them, or equal on all.
+            is_known = total.is_floating_point() and example_counts(get_replica_context()) is not None
+            scaled = scale_mean_loss(total) if is_known else scale_regularization_loss(total)
             loss = scaled if loss is None else loss + scaled
         if loss is None:
             raise ValueError(

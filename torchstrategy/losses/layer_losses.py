@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torchstrategy import errors
 from torchstrategy.base.context import current_frame, current_replica_context
 from torchstrategy.base.devices import kind_of
+from torchstrategy.base.log import users_frame, warn_once_at
 from torchstrategy.replicas.adapters import register_trace_end
 from torchstrategy.replicas.mirrored import resolve
 
@@ -203,7 +204,47 @@ def _add(value: Tensor, module: nn.Module | None) -> None:
         _forget_at_next_call(running[-1])
     for other in (target, *running[:-1]):
         _hooks(other).setdefault(_HOOK, _before_call)
+    _warn_of_sum(value)
     _added.setdefault(target, []).append(_without_nothing(value))
+
+
+def _warn_of_sum(value: Tensor) -> None:
+    """Warn of a sum over the examples of a replica's share, where a mean is meant."""
+    context = current_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or value.grad_fn is None:
+        return
+    num_own, node = context._num_own_examples, value.grad_fn
+    sizes: tuple[int, ...] = tuple(value.shape)
+    while not sizes and node.name().startswith(("MulBackward", "NegBackward", "SumBackward")):
+        if node.name().startswith("SumBackward"):
+            over = tuple(getattr(node, "_saved_dim", None) or (0,))
+            sizes = tuple(node._saved_self_sym_sizes)  # type: ignore[attr-defined]
+            if 0 not in over or len(sizes) < 2:
+                return
+        children = [child for child, _ in node.next_functions if child is not None]
+        if len(children) != 1:
+            return
+        node = children[0]
+    if not sizes or sizes[0] != num_own or num_own == 1 or _is_of_parameter(node, sizes):
+        return
+    site = users_frame()
+    warn_once_at(
+        site,
+        f"The loss that is added at {site} is a sum over the examples of this replica's share of the batch. Such "
+        "losses are averaged over the replicas, so this one counts the less the more replicas there are. Add a mean "
+        "over examples: ts.add_loss(value.mean()), or the sum over len(x).",
+        of=context.strategy,
+    )
+
+
+def _is_of_parameter(node: Any, sizes: tuple[int, ...]) -> bool:
+    """Say whether what an operation makes is of one parameter, element by element."""
+    while not node.name().endswith("AccumulateGrad"):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if len(children) != 1:
+            return False
+        node = children[0]
+    return tuple(node.variable.shape) == sizes
 
 
 def _target(running: list[nn.Module], module: nn.Module | None) -> nn.Module:

@@ -309,8 +309,8 @@ def _is_averaged(value: Tensor) -> bool:
 
 def _averages_by_itself(module: nn.Module) -> bool:
     """Say whether a module's buffers are known to be statistics of a share, of which the mean is meant; or a metric."""
-    is_torchs = type(module).__module__.startswith("torch.")
-    return is_torchs or isinstance(module, nn.modules.batchnorm._NormBase) or hasattr(module, "_update_count")
+    is_known = type(module).__module__.startswith(("torch.", "torchstrategy."))
+    return is_known or isinstance(module, nn.modules.batchnorm._NormBase) or hasattr(module, "_update_count")
 
 
 def _are_close(value: Tensor, total: Tensor) -> bool:
