@@ -1,3 +1,4 @@
+import copy
 from collections import namedtuple
 
 import numpy as np
@@ -64,3 +65,10 @@ def test_lists_are_stacked():
 def test_wrong_arrays(arrays, error, message):
     with pytest.raises(error, match=message):
         make_numpy_dataset(arrays)
+
+
+def test_methods_of_tf_are_another_datasets():
+    dataset = make_numpy_dataset(np.arange(4))
+    with pytest.raises(AttributeError, match=r"no attribute 'batch'. .* ts.data.Dataset.from_tensor_slices"):
+        dataset.batch(2)
+    assert len(copy.copy(dataset)) == 4

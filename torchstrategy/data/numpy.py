@@ -37,6 +37,15 @@ class ArrayDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._spec.unflatten([leaf[index] for leaf in self.arrays])
 
+    def __getattr__(self, name: str) -> Any:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_"):
+            text += (
+                ". It is a torch dataset, for a DataLoader or experimental_distribute_dataset(dataset, batch_size=n). "
+                "tf's methods, such as batch, are those of ts.data.Dataset.from_tensor_slices(arrays)."
+            )
+        raise AttributeError(text, name=name, obj=self)
+
 
 class ArrayBatches:
     """Global batches of an ``ArrayDataset``: consecutive slices, which are views.
