@@ -22,6 +22,7 @@ import torch
 from typing_extensions import TypeVar  # with a default: a bare `PerReplica` is of anything
 
 from torchstrategy.base import tree
+from torchstrategy.base.devices import kind_of
 
 __all__ = [
     "BatchShares",
@@ -359,7 +360,8 @@ def is_scaled(context: Any, value: torch.Tensor) -> bool:
     """Say whether a value is such a loss, which may have lost its graph, or a sum with one."""
     noted = [] if context is None else context._scaled_losses
     losses = [loss for reference, _ in noted if (loss := reference()) is not None]
-    if any(value is loss or (value.is_cpu and value.data_ptr() == loss.data_ptr()) for loss in losses):
+    has_memory = bool(losses) and not kind_of(value.device).is_traced
+    if any(value is loss or (has_memory and value.data_ptr() == loss.data_ptr()) for loss in losses):
         return True
     made_by, waiting = [node for _, node in noted if node is not None], [value.grad_fn] if noted else []
     while waiting and len(waiting) < 16:
