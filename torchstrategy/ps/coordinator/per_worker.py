@@ -195,8 +195,8 @@ class Resource:
         self.definitions = definitions
         self.of = of
         self.values = tuple(values)
-        #: Why it could not be made, as the program was told.
-        self.told = ""
+        #: Why it could not be made, and on which workers.
+        self.failed_on: dict[str, set[int]] = {}
         self._blob = blob
 
     def message(self) -> Message:

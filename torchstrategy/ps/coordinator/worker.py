@@ -237,9 +237,10 @@ class Worker:
         else:
             told = f"{type(failure).__name__}: {failure}"
             add_note(failure, f"It was raised when {self.name} made {resource.name}.")
-            if resource.told != told:  # the same of another worker is no news; functions that need it there get it
-                resource.told = told
+            workers = resource.failed_on.setdefault(told, set())
+            if not workers or self.index in workers:
                 self._cluster.queue_error(failure)
+            workers.add(self.index)  # on a further worker it is no news; functions that need it there get it
         self._failed[resource.id] = failure
         resource.values[self.index]._settle(error=failure)
         self._make_again(resource)
