@@ -338,10 +338,11 @@ def test_a_step_waits_for_no_device(name):
     def step(x, y, read=False):
         with Waits(found):
             optimizer.zero_grad()
-            loss = ts.nn.compute_average_loss((model(x) - y).square().mean(1), global_batch_size="actual")
+            losses = (model(x) - y).square().mean(1)
+            loss = ts.nn.compute_average_loss(losses, global_batch_size="actual")
             loss.backward()
             optimizer.step()
-            mean.update_state(loss.detach())
+            mean.update_state(losses.detach())
             if read:
                 float(loss.detach())
 
