@@ -1,6 +1,8 @@
 """The mean under tf's names."""
 
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -163,6 +165,29 @@ def test_mean_of_scaled_losses_is_too_small_and_warned_of(made):
         loss = strategy.reduce("SUM", strategy.run(step, args=(losses,)), axis=None)
     assert len(caught) == 1
     assert (loss.item(), per_example.result().item(), scaled.result().item()) == (3.5, 3.5, 1.75)
+
+
+class Held(torch.autograd.Function):
+    """Keeps a value until its graph is gone."""
+
+    @staticmethod
+    def forward(ctx, value):
+        ctx.held = torch.ones(1)
+        Held.reference = weakref.ref(ctx.held)
+        return value.clone()
+
+
+def test_a_scaled_loss_that_is_remembered_does_not_hold_its_graph():
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step():
+        loss = ts.nn.compute_average_loss(Held.apply(torch.ones(2, requires_grad=True)), global_batch_size=4)
+        assert Held.reference() is not None
+        del loss
+        gc.collect()
+        return Held.reference() is None
+
+    assert all(strategy.experimental_local_results(strategy.run(step)))
 
 
 def test_every_example_counts_once_whatever_its_size():

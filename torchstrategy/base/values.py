@@ -352,7 +352,9 @@ def known_counts(context: Any, num_rows: int | None = None) -> tuple[int, int]:
 def note_scaled(context: Any, loss: torch.Tensor) -> torch.Tensor:
     """Remember that a replica's loss was divided by the numbers of the global batch; return it."""
     if context is not None and context.num_replicas_in_sync > 1 and not torch.compiler.is_compiling():
-        context._scaled_losses = [*context._scaled_losses[-7:], (weakref.ref(loss), loss.grad_fn)]
+        # The operation's number, since the operation would hold all that its gradient needs.
+        made_by = None if loss.grad_fn is None else loss.grad_fn._sequence_nr()
+        context._scaled_losses = [*context._scaled_losses[-7:], (weakref.ref(loss), made_by)]
     return loss
 
 
@@ -363,10 +365,10 @@ def is_scaled(context: Any, value: torch.Tensor) -> bool:
     has_memory = bool(losses) and not kind_of(value.device).is_traced
     if any(value is loss or (has_memory and value.data_ptr() == loss.data_ptr()) for loss in losses):
         return True
-    made_by, waiting = [node for _, node in noted if node is not None], [value.grad_fn] if noted else []
+    made_by, waiting = {number for _, number in noted}, [value.grad_fn] if noted else []
     while waiting and len(waiting) < 16:
         node = waiting.pop()
-        if node in made_by:
+        if node is not None and node._sequence_nr() in made_by:
             return True
         if node is not None and node.name().startswith("AddBackward"):
             waiting += [child for child, _ in node.next_functions]

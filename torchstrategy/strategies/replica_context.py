@@ -85,7 +85,7 @@ class ReplicaContext:
         self.step_depth = 0
         #: Whether the library has divided a loss of this replica by the numbers of the global batch.
         self.has_scaled_losses = False
-        #: The latest losses that it has divided so, and the operations that have made them.
+        #: The latest losses that it has divided so, and the numbers of the operations that have made them.
         self._scaled_losses: list[Any] = []
         #: Whether the replica function has called ``all_reduce``: what it assigns may be a sum already.
         self._has_all_reduced = False
