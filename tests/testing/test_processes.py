@@ -34,6 +34,10 @@ def leave():
     os._exit(5)
 
 
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def test_processes_are_ranks_and_are_reused(process_pool):
     first = process_pool(2).run(environment)
     assert [row[0]["RANK"] for row in first] == ["0", "1"]
@@ -55,7 +59,13 @@ def test_errors_carry_rank_and_traceback():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "message"), [(sleep, "no answer"), (unpicklable, "can't be pickled"), (leave, "exit code 5")]
+    ("program", "message"),
+    [
+        (sleep, "no answer"),
+        (unpicklable, "can't be pickled"),
+        (leave, "exit code 5$"),
+        (crash, "exit code -11\nFatal Python error: Segmentation fault(?s:.*) in crash"),
+    ],
 )
 def test_what_can_go_wrong_ends_the_call(program, message):
     with ts.testing.ProcessPool(1) as pool, pytest.raises(ts.testing.RemoteError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -37,7 +38,7 @@ class RemoteError(RuntimeError):
 
     Args:
         errors: the errors by rank; a rank that did not answer in time, or within seconds after another rank's error,
-            has a ``TimeoutError``.
+            has a ``TimeoutError``. Of a process that crashed it says where its threads were.
         tracebacks: their tracebacks as text, by rank.
     """
 
@@ -106,6 +107,7 @@ class ProcessPool:
         self._network = network
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._crashes: list[Connection] = []
         self._silent: set[int] = set()
         self._ports: ReservedPorts | None = None
 
@@ -184,9 +186,9 @@ class ProcessPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        for connection in self._connections:
+        for connection in (*self._connections, *self._crashes):
             connection.close()
-        self._processes, self._connections, self._silent = [], [], set()
+        self._processes, self._connections, self._crashes, self._silent = [], [], [], set()
         if self._ports is not None:
             self._ports.close()
 
@@ -232,10 +234,17 @@ class ProcessPool:
             return Outcome(value, error, trace, at)
         except (EOFError, OSError):
             self._processes[rank].join(timeout=5)  # the connection closes before the exit code is there
-            text = f"the process ended with exit code {self._processes[rank].exitcode}"
+            text = f"the process ended with exit code {self._processes[rank].exitcode}{self._last_words(rank)}"
         except Exception as wrong:  # noqa: BLE001 - unpickling raises many kinds
             text = f"the answer can't be unpickled: {wrong}"
         return Outcome(None, RuntimeError(text), text, at)
+
+    def _last_words(self, rank: int) -> str:
+        """Return where all threads of a process were when it crashed; nothing if it did not."""
+        if sys.platform == "win32" or not self._crashes[rank].poll():
+            return ""
+        words = os.read(self._crashes[rank].fileno(), 1 << 16).decode(errors="replace")
+        return f"\n{words}" if words else ""
 
     def _start(self) -> None:
         if self._processes:
@@ -245,14 +254,17 @@ class ProcessPool:
         environments = self._environments(hosts)
         for rank in self._ranks:
             here, there = context.Pipe()
+            crash, crashing = context.Pipe(duplex=False)
             host = None if self._network is None else self._network.host(hosts[rank])
             environment = {**os.environ, **environments[rank]}
-            arguments = (there, environment, host)
+            arguments = (there, crashing, environment, host)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank-{rank}")
             process.start()
             there.close()
+            crashing.close()
             self._processes.append(process)
             self._connections.append(here)
+            self._crashes.append(crash)
         deadline = time.monotonic() + _START_TIMEOUT_S
         for connection in self._connections:
             if _receive(connection, deadline) is None:
@@ -337,7 +349,9 @@ def process_context() -> Any:
     return context
 
 
-def _serve(connection: Connection, environment: dict[str, str], host: Host | None) -> None:
+def _serve(connection: Connection, crashing: Connection, environment: dict[str, str], host: Host | None) -> None:
+    if sys.platform != "win32":  # where connections are no file descriptors
+        faulthandler.enable(crashing.fileno())
     if host is not None:
         host.enter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the one that has the pool ends us
