@@ -137,6 +137,36 @@ def test_a_rank(process_pool, late):
     assert all(f"--- rank {rank}: " in stacks for rank in range(3))
 
 
+def größte_zahl(reached, go_on):
+    reached.set()
+    go_on.wait(60)  # the line that must be shown
+
+
+def test_stacks_of_threads_with_odd_names(monkeypatch):
+    reached, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=größte_zahl, args=(reached, go_on), name="wörker")
+    thread.start()
+    assert reached.wait(60)
+    try:
+        text = "\n".join(stalls.stacks_of_threads([thread]))
+        assert re.search(
+            rf'--- wörker\n.*File "{__file__}", line \d+, in größte_zahl\n +go_on.wait.*shown\n', text, re.S
+        )
+        assert "Thread wörker:\n" in stalls.stacks_of_others()
+        assert threading.current_thread().name not in stalls.stacks_of_others()
+        (line,) = stalls.stack_of_program(thread.ident)[-3:-2]
+        assert re.match(rf"{__file__}:\d+ in größte_zahl: go_on.wait\(60\)", line)
+
+        def without_files(*args, **kwargs):
+            raise FileNotFoundError("No usable temporary directory")
+
+        monkeypatch.setattr("tempfile.TemporaryFile", without_files)
+        assert stalls.stack_of_program(thread.ident) == []
+    finally:
+        go_on.set()
+        thread.join()
+
+
 def test_the_watch_goes_by_itself(monkeypatch, caplog):
     monkeypatch.setitem(stalls._state, "pid", 0)
     monkeypatch.setenv("TORCHSTRATEGY_STALL_S", "0.05")

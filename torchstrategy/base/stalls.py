@@ -7,8 +7,10 @@ no file behind. The kernel says whose process is at the other end; only those of
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -46,7 +48,11 @@ _MAX_FRAMES = 12
 _MAX_LINE = 300
 _MAX_CHARS = 100_000
 # Threads of this name run replicas; between their turns they wait in that module.
-_REPLICA_THREADS, _REPLICA_WAITS = "torchstrategy-replica-", "torchstrategy.replicas.runner"
+_REPLICA_THREADS, _REPLICA_WAITS = "torchstrategy-replica-", os.path.join("torchstrategy", "replicas", "runner.py")
+# What faulthandler writes of a thread, of a frame, and for a character that is not ASCII.
+_THREAD = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
 def stall_seconds() -> float:
@@ -154,12 +160,11 @@ def watch_for_stalls(waiting: Waiting) -> None:
 
 def stacks_of_threads(threads: Sequence[threading.Thread]) -> list[str]:
     """Return where threads are, innermost call last."""
-    frames = sys._current_frames()
+    stacks = _stacks()
     lines = []
     for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        if frame is not None:
-            lines += [f"--- {thread.name}", *(line.rstrip() for line in traceback.format_stack(frame))]
+        if stack := stacks.get(thread.ident or 0):
+            lines += [f"--- {thread.name}", *(line.rstrip() for line in traceback.format_list(stack))]
     return lines
 
 
@@ -171,8 +176,8 @@ def stacks_of_others() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     text = "\n".join(
         sorted(
-            f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sys._current_frames().items()
+            f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_list(stack))}"
+            for ident, stack in _stacks().items()
             if ident != threading.get_ident()
         )
     )
@@ -185,20 +190,44 @@ def stack_of_program(main_thread: int) -> list[str]:
     Args:
         main_thread: the identifier of the thread that runs the program.
     """
-    frames = sys._current_frames()
+    stacks = _stacks()
     shown = {main_thread: ""}
     for thread in threading.enumerate():
         if thread.name.startswith(_REPLICA_THREADS) and thread.ident is not None:
             shown[thread.ident] = f"in the thread {thread.name}:"
     lines = []
     for ident, title in shown.items():
-        frame = frames.get(ident)
-        if frame is None or (title and frame.f_globals.get("__name__") == _REPLICA_WAITS):
+        stack = stacks.get(ident)
+        if not stack or (title and stack[-1].filename.endswith(_REPLICA_WAITS)):
             continue
         lines += [title] if title else []
-        for entry in traceback.extract_stack(frame)[-_MAX_FRAMES:]:
+        for entry in stack[-_MAX_FRAMES:]:
             lines.append(f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"[:_MAX_LINE])
     return lines
+
+
+def _stacks() -> dict[int, list[traceback.FrameSummary]]:
+    """Return where the newest 100 threads of this process are, innermost call last.
+
+    Python code must not read the frames of another thread, as ``traceback`` does: the thread may leave them between two
+    steps, and Python 3.11 then crashes, once in some 14,000 times. ``faulthandler`` reads all while no thread can run.
+    """
+    try:
+        with tempfile.TemporaryFile("w+", encoding="ascii") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = _ESCAPED.sub(lambda code: chr(int(code[1] or code[2] or code[3], 16)), file.read())
+    except OSError as error:
+        logger.debug("No stacks can be read: %s", error)
+        return {}
+    stacks: dict[int, list[traceback.FrameSummary]] = {}
+    stack: list[traceback.FrameSummary] = []
+    for line in text.split("\n"):
+        if thread := _THREAD.match(line):
+            stack = stacks[int(thread[1], 16)] = []
+        elif frame := _FRAME.match(line):
+            stack.insert(0, traceback.FrameSummary(frame[1], int(frame[2]), frame[3], lookup_line=False))
+    return stacks
 
 
 _lock = threading.Lock()
