@@ -82,6 +82,8 @@ def test_steps_limit_the_evaluation(tmp_path, lines):
     assert shown == [f"Evaluation [{i}/25]" for i in (3, 6, 9, 12, 15, 18, 21, 24, 25)]
     with pytest.raises(ValueError, match="Must specify steps > 0, given: 0"):
         estimator.evaluate(lambda: batches(), steps=0)
+    with pytest.raises(ValueError, match="steps must be a whole number of steps"):
+        estimator.evaluate(lambda: batches(), steps=1.5)
 
 
 def test_a_step_takes_a_batch_for_each_replica(tmp_path):

@@ -36,6 +36,7 @@ def mirrored():
         {"save_checkpoints_steps": -1},
         {"save_checkpoints_secs": -1},
         {"save_summary_steps": -1},
+        {"save_checkpoints_steps": "3"},
         {"keep_checkpoint_max": -1},
         {"keep_checkpoint_every_n_hours": 0},
         {"log_step_count_steps": 0},

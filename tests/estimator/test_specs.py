@@ -159,6 +159,8 @@ def test_wrong_exporters(exporters, error):
         (est.TrainSpec, {"input_fn": 5}, TypeError),
         (est.TrainSpec, {"max_steps": 0}, ValueError),
         (est.TrainSpec, {"max_steps": -1}, ValueError),
+        (est.TrainSpec, {"max_steps": 2.5}, ValueError),
+        (est.EvalSpec, {"steps": "3"}, ValueError),
         (est.TrainSpec, {"hooks": [1]}, TypeError),
         (est.TrainSpec, {"saving_listeners": [est.SessionRunHook()]}, TypeError),
         (est.EvalSpec, {"input_fn": None}, TypeError),

@@ -20,6 +20,15 @@ def test_stop_at_step_counts_from_the_beginning_of_the_training(tmp_path):
     assert reached == [3, 6, 8]
 
 
+def test_a_hook_that_counts_steps_counts_them_again_in_the_next_training(tmp_path):
+    estimator, hook = make_estimator(tmp_path), ts.estimator.StopAtStepHook(num_steps=3)
+    for _ in range(2):
+        estimator.train(lambda: batches(number=20), hooks=[hook])
+    assert estimator.get_variable_value("global_step") == 6
+    with pytest.raises(ValueError, match="num_steps must be a whole number of steps"):
+        ts.estimator.StopAtStepHook(num_steps=2.5)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"num_steps": 1, "last_step": 1}])
 def test_stop_at_step_takes_one_of_its_arguments(arguments):
     with pytest.raises(ValueError, match="num_steps or last_step"):

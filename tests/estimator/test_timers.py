@@ -30,6 +30,13 @@ def test_seconds(monkeypatch):
     assert timer.update_last_triggered_step(2) == (10.0, 1)
 
 
+@pytest.mark.parametrize("value", [-1, float("nan"), "3"])
+def test_what_is_no_interval_is_refused(value):
+    for name in ("every_secs", "every_steps"):
+        with pytest.raises(ValueError, match=f"{name} must be a number that is not negative. Received: {value!r}"):
+            ts.estimator.SecondOrStepTimer(**{name: value})
+
+
 @pytest.mark.parametrize("arguments", [{}, {"every_secs": 1, "every_steps": 1}])
 def test_exactly_one_of_its_arguments(arguments):
     with pytest.raises(ValueError, match="every_secs"):

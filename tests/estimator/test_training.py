@@ -72,11 +72,19 @@ def test_a_training_that_is_done_is_skipped(tmp_path, lines):
         ({"steps": 1, "max_steps": 1}, "Can not provide both steps and max_steps."),
         ({"steps": 0}, "Must specify steps > 0, given: 0"),
         ({"max_steps": -1}, "Must specify max_steps > 0, given: -1"),
+        ({"steps": 2.5}, r"steps must be a whole number of steps. Received: 2\.5"),
+        ({"max_steps": float("nan")}, "max_steps must be a whole number of steps. Received: nan"),
+        ({"steps": "5"}, "steps must be a whole number of steps. Received: '5'"),
     ],
 )
 def test_steps_that_make_no_sense_are_refused(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         make_estimator(tmp_path).train(lambda: batches(), **arguments)
+
+
+def test_steps_may_be_written_as_a_whole_float(tmp_path):
+    estimator = make_estimator(tmp_path).train(lambda: batches(), steps=2.0)
+    assert estimator.get_variable_value("global_step") == 2
 
 
 def test_checkpoints_are_saved_at_first_every_so_many_steps_and_at_last(tmp_path):

@@ -19,7 +19,7 @@ from torchstrategy.estimator.export_outputs import ServingInputReceiver
 from torchstrategy.estimator.model_fn import call_model_fn, verify_model_fn_args
 from torchstrategy.estimator.run_config import RunConfig
 from torchstrategy.estimator.saved_model import export_saved_model
-from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook, show_value
+from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook, check_steps, show_value
 from torchstrategy.estimator.specs import EstimatorSpec, ModeKeys, check_hooks, check_listeners
 from torchstrategy.estimator.stopping_hooks import StopAtStepHook
 from torchstrategy.estimator.task import TaskType
@@ -146,7 +146,7 @@ class Estimator:
             The estimator.
 
         Raises:
-            ValueError: both ``steps`` and ``max_steps`` are given, or one is not positive; or ``model_fn`` or
+            ValueError: both ``steps`` and ``max_steps`` are given, or one is not positive or not whole; or ``model_fn`` or
                 ``input_fn`` returns something else than it should.
             TypeError: a hook or a listener is none.
             NanLossDuringTrainingError: the loss is no number any more.
@@ -193,7 +193,7 @@ class Estimator:
             The metrics of the spec by name, ``"loss"``, the mean over batches, and ``"global_step"``.
 
         Raises:
-            ValueError: ``steps`` is not positive, the data has no batch, or a metric has a name that is taken.
+            ValueError: ``steps`` is not positive or not whole, the data has no batch, or a metric has a name that is taken.
             NotFoundError: there is no such checkpoint, or it is of another model.
         """
         _check_positive(steps=steps)
@@ -374,6 +374,7 @@ _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 
 
 def _check_positive(**numbers: int | None) -> None:
+    check_steps(**numbers)
     for name, number in numbers.items():
         if number is not None and number <= 0:
             raise ValueError(f"Must specify {name} > 0, given: {number}")

@@ -343,7 +343,11 @@ def _checked_service(service: Any) -> dict[str, Any] | None:
 def _validate(config: RunConfig) -> None:
     def check(name: str, is_right: Callable[[Any], bool], expected: str) -> None:
         value = getattr(config, f"_{name}")
-        if value is not None and not is_right(value):
+        try:
+            is_valid = value is None or is_right(value)
+        except TypeError:  # a text can't be compared
+            is_valid = False
+        if not is_valid:
             raise ValueError(f"RunConfig's {name} {expected}. Received: {value!r}")
 
     check("model_dir", bool, "should be non-empty")

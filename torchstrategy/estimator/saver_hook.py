@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import override
 
 from torchstrategy.base.log import logger
@@ -89,7 +90,7 @@ class SecondOrStepTimer:
         every_steps: steps between two times. Exactly one of the two is given.
 
     Raises:
-        ValueError: both or none are given.
+        ValueError: both or none are given, or what is given is negative or no number.
 
     Example:
         >>> timer = ts.estimator.SecondOrStepTimer(every_steps=2)
@@ -108,6 +109,9 @@ class SecondOrStepTimer:
             raise ValueError(
                 f"Can not provide both every_secs and every_steps. Received: {every_secs!r} and {every_steps!r}"
             )
+        for name, every in (("every_secs", every_secs), ("every_steps", every_steps)):
+            if every is not None and not (isinstance(every, (int, float, np.number)) and every >= 0):  # nor NaN
+                raise ValueError(f"{name} must be a number that is not negative. Received: {every!r}")
         self._every_s = every_secs
         self._every_steps = every_steps
         self.reset()

@@ -32,6 +32,7 @@ __all__ = [
     "SessionRunHook",
     "SessionRunValues",
     "check_estimator",
+    "check_steps",
     "is_asynchronous",
     "resolve_fetches",
     "show_value",
@@ -328,6 +329,21 @@ class HookCalls:
         with as_current(self._global_step):
             for hook in self._hooks:
                 hook.end(session)
+
+
+def check_steps(**numbers: Any) -> None:
+    """Check that numbers of steps are whole ones; ``None`` is none. ``1e5`` is whole.
+
+    Raises:
+        ValueError: one is not, such as a quotient, a text, or NaN, which no step would ever reach.
+    """
+    for name, number in numbers.items():
+        try:
+            is_whole = number is None or bool(number % 1 == 0)
+        except (TypeError, RuntimeError):
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"{name} must be a whole number of steps. Received: {number!r}")
 
 
 def resolve_fetches(fetches: Any, resolve: Callable[[Any], Any]) -> Any:

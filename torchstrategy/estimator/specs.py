@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchstrategy.estimator.export_outputs import DEFAULT_SERVING_SIGNATURE_DEF_KEY, ExportOutput, PredictOutput
 from torchstrategy.estimator.exporters import Exporter
-from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook
+from torchstrategy.estimator.session_hooks import CheckpointSaverListener, SessionRunHook, check_steps
 
 __all__ = ["EstimatorSpec", "EvalSpec", "ModeKeys", "TrainSpec", "check_hooks", "check_listeners"]
 
@@ -174,7 +174,7 @@ class TrainSpec(_TrainSpec):
 
     Raises:
         TypeError: ``input_fn`` is no function, or a hook or listener has another type.
-        ValueError: ``max_steps`` is not positive.
+        ValueError: ``max_steps`` is not positive, or not whole.
 
     Example:
         >>> ts.estimator.TrainSpec(lambda: [torch.ones(2, 1)], max_steps=100).max_steps
@@ -191,6 +191,7 @@ class TrainSpec(_TrainSpec):
         saving_listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> TrainSpec:
         _check_input_fn(input_fn)
+        check_steps(max_steps=max_steps)
         if max_steps is not None and max_steps <= 0:
             raise ValueError(f"Must specify max_steps > 0, or None for all of the data. Received: {max_steps}")
         return super().__new__(cls, input_fn, max_steps, check_hooks(hooks), check_listeners(saving_listeners))
@@ -220,7 +221,7 @@ class EvalSpec(_EvalSpec):
 
     Raises:
         TypeError: ``input_fn`` is no function, ``name`` no string, or a hook or exporter has another type.
-        ValueError: ``steps`` is not positive, a time is negative, or exporters share a name or have none.
+        ValueError: ``steps`` is not positive or not whole, a time is negative, or exporters share a name or have none.
 
     Example:
         >>> ts.estimator.EvalSpec(lambda: [torch.ones(2, 1)], throttle_secs=60).steps
@@ -240,6 +241,7 @@ class EvalSpec(_EvalSpec):
         throttle_secs: float = 600,
     ) -> EvalSpec:
         _check_input_fn(input_fn)
+        check_steps(steps=steps)
         if steps is not None and steps <= 0:
             raise ValueError(f"Must specify steps > 0, or None for all of the data. Received: {steps}")
         if name is not None and not isinstance(name, str):

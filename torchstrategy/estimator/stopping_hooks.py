@@ -10,7 +10,13 @@ from typing_extensions import override
 
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.preemption import AgreedStop, PreemptionWatcher, TerminationConfig
-from torchstrategy.estimator.session_hooks import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchstrategy.estimator.session_hooks import (
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    check_steps,
+)
 
 if TYPE_CHECKING:
     from torchstrategy.estimator.session import Session
@@ -29,7 +35,7 @@ class StopAtStepHook(SessionRunHook):
         last_step: the global step after which to end. Exactly one of the two is given.
 
     Raises:
-        ValueError: both or none are given.
+        ValueError: both or none are given, or the number is not whole.
 
     Example:
         >>> hook = ts.estimator.StopAtStepHook(last_step=1000)
@@ -42,13 +48,14 @@ class StopAtStepHook(SessionRunHook):
             raise ValueError(
                 f"Only one of num_steps or last_step can be specified. Received: {num_steps!r} and {last_step!r}"
             )
+        check_steps(num_steps=num_steps, last_step=last_step)
         self._num_steps = num_steps
         self._last_step = last_step
 
     @override
     def after_create_session(self, session: Session, coord: Session) -> None:
-        if self._last_step is None:
-            self._last_step = session.global_step + (self._num_steps or 0)
+        if self._num_steps is not None:  # also in each further training that gets this hook
+            self._last_step = session.global_step + self._num_steps
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
@@ -153,6 +160,7 @@ class GlobalStepWaiterHook(SessionRunHook):
 
     @override
     def after_create_session(self, session: Session, coord: Session) -> None:
+        self._is_done = self._wait_until_step <= 0
         if session.is_synchronous_group and not self._is_done:
             raise ValueError(
                 "GlobalStepWaiterHook is for workers that train asynchronously with parameter servers; those of "
