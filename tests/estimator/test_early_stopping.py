@@ -67,6 +67,8 @@ def test_stop_if_higher_in_another_folder(tmp_path, caplog):
         ({10: 1.0, 20: 0.5, 30: 0.75}, 8),  # 10 steps without decrease
         ({10: 1.0, 20: 0.5, 30: 0.75, 40: 0.5}, 1),  # equal is no decrease
         ({10: 1.0, 20: 0.5, 30: 0.25, 40: 0.5}, 8),
+        ({10: float("nan"), 20: 0.5, 30: 0.25}, 8),  # any number is better than none
+        ({10: 1.0, 20: float("nan"), 30: float("nan")}, 1),
     ],
 )
 def test_stop_if_no_decrease(tmp_path, losses, expected):

@@ -1,5 +1,6 @@
 """Which evaluations are exported, and which exports are kept."""
 
+import math
 import os
 
 import pytest
@@ -82,6 +83,12 @@ def test_what_is_better_can_be_said(trained):
         False,
         True,
     ]
+
+
+def test_any_loss_is_better_than_one_that_is_no_number(trained):
+    exporter = est.BestExporter("best", receiver_fn, event_file_pattern=None)
+    found = [export(exporter, trained, loss) is not None for loss in (math.nan, 5.0, math.nan, 6.0)]
+    assert found == [True, True, False, False]
 
 
 def test_a_new_best_exporter_knows_earlier_evaluations(trained):

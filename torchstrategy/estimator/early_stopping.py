@@ -7,6 +7,7 @@ parameter servers after each of their steps.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import time
@@ -358,7 +359,8 @@ def _stagnates(
         word = "increase" if is_better is operator.gt else "decrease"
         best = best_step = None
         for step, value in _metric_values(folder, metric_name, min_steps):
-            if best is None or best_step is None or is_better(value, best):
+            was_nan = best is not None and math.isnan(best) and not math.isnan(value)  # any number is better
+            if best is None or best_step is None or was_nan or is_better(value, best):
                 best, best_step = value, step
             if step - best_step >= max_steps:
                 logger.info(

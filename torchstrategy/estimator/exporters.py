@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -173,7 +174,8 @@ def _loss_smaller(best_eval_result: Mapping[str, Any], current_eval_result: Mapp
     for name, result in (("best_eval_result", best_eval_result), ("current_eval_result", current_eval_result)):
         if not result or "loss" not in result:
             raise ValueError(f"{name} cannot be empty or without a loss. Received: {result!r}")
-    return bool(best_eval_result["loss"] > current_eval_result["loss"])
+    best, current = best_eval_result["loss"], current_eval_result["loss"]
+    return bool(best > current or (math.isnan(best) and not math.isnan(current)))
 
 
 class BestExporter(_ModelExporter):
