@@ -49,6 +49,9 @@ def test_some_predictions_can_be_chosen(tmp_path):
     assert [set(one) for one in estimator.predict(lambda: batches(number=1), predict_keys=["b", "c"])] == [{"b"}] * 2
     with pytest.raises(ValueError, match=r"Expected to run at least one output from \['a', 'b'\], provided \['c'\]"):
         next(estimator.predict(lambda: batches(), predict_keys=["c"]))
+    assert set(next(estimator.predict(lambda: batches(), predict_keys="a"))) == {"a"}
+    with pytest.raises(ValueError, match="Expected to run at least one output"):  # one name, not each of its letters
+        next(estimator.predict(lambda: batches(), predict_keys="labels"))
     with pytest.raises(ValueError, match="not valid in case of non-dict predictions"):
         next(estimator_of(tmp_path, lambda outputs: outputs).predict(lambda: batches(), predict_keys=["a"]))
 

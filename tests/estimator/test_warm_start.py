@@ -64,10 +64,11 @@ def test_a_checkpoint_of_its_own_comes_first(tmp_path, first):
 
 
 @pytest.mark.parametrize(("chosen", "taken"), [("words", True), (["head"], False), (None, False), ("eight", False)])
-def test_variables_are_chosen_by_expressions(tmp_path, first, chosen, taken):
+def test_variables_are_chosen_by_expressions(tmp_path, first, chosen, taken, caplog):
     settings = ts.estimator.WarmStartSettings(first.model_dir, vars_to_warm_start=chosen)
     second = estimator_of(tmp_path / "second", settings).train(input_fn)
     assert torch.equal(value(second, "words.weight"), value(first, "words.weight")) == taken
+    assert ("matches no variable of the model" in caplog.text) == (chosen == "eight")
 
 
 def test_buffers_are_taken_by_a_list_only(tmp_path):

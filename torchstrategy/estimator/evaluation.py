@@ -105,6 +105,7 @@ def _chosen(predictions: Any, keys: Any) -> Any:
             "predict_keys argument is not valid in case of non-dict predictions. Leave it out, or let "
             "EstimatorSpec(predictions=) return a dictionary."
         )
+    keys = [keys] if isinstance(keys, str) else keys  # else "classes" would also name "class"
     chosen = {name: value for name, value in predictions.items() if name in keys}
     if not chosen:
         raise ValueError(f"Expected to run at least one output from {list(predictions)}, provided {keys}.")

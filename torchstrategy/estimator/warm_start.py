@@ -247,6 +247,13 @@ def warm_start(module: nn.Module, strategy: Strategy, settings: WarmStartSetting
     parameters, buffers = named_parameters(module), named_buffers(module)
     vocabularies = dict(settings.var_name_to_vocab_info or {})
     names = _chosen(settings.vars_to_warm_start, list(parameters), list(buffers))
+    if settings.vars_to_warm_start and not names:
+        logger.warning(
+            "WarmStartSettings(vars_to_warm_start=%r) matches no variable of the model, so training begins with its "
+            "initial values. Expressions must match names from their beginning. The model has: %s",
+            settings.vars_to_warm_start,
+            ", ".join((*parameters, *buffers)),
+        )
     names += [name for name in vocabularies if name not in names]
     previous = dict(settings.var_name_to_prev_var_name or {})
     if unknown := [name for name in (*previous, *vocabularies) if name not in (*parameters, *buffers)]:

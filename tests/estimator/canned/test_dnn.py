@@ -96,6 +96,17 @@ def test_predictions_follow_from_the_variables(tmp_path, batch_norm, dropout):
     np.testing.assert_allclose(found, network(estimator, x), atol=1e-5)
 
 
+def test_a_network_in_double_precision(tmp_path):
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        estimator = DNNClassifier([2], columns(), tmp_path, optimizer="SGD")
+        losses_of(estimator, POINTS, 1)
+    finally:
+        torch.set_default_dtype(before)
+    assert variables(estimator)["dnn/logits/kernel"].dtype == np.float64
+
+
 def test_dropout_is_for_training_only(tmp_path):
     estimator = DNNRegressor(
         [200], columns(), tmp_path, dropout=0.5, optimizer=functools.partial(torch.optim.SGD, lr=0)

@@ -262,6 +262,7 @@ class Dnn:
     def logits(self, features: Mapping[str, Any], module: nn.Module) -> Tensor:
         """Return ``[batch, units]``."""
         net = self.layer(features, module._parameters)
+        net = net.to(_own(module, "dnn/logits/kernel").dtype)  # columns give float32
         for index in range(len(self.hidden_units)):
             scope = f"dnn/hiddenlayer_{index}"
             net = self.activation_fn(_dense(net, scope, module))
