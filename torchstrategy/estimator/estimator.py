@@ -146,8 +146,8 @@ class Estimator:
             The estimator.
 
         Raises:
-            ValueError: both ``steps`` and ``max_steps`` are given, or one is not positive or not whole; or ``model_fn`` or
-                ``input_fn`` returns something else than it should.
+            ValueError: both ``steps`` and ``max_steps`` are given, or one is not positive or not whole; or
+                ``model_fn`` or ``input_fn`` returns something else than it should.
             TypeError: a hook or a listener is none.
             NanLossDuringTrainingError: the loss is no number any more.
             NotFoundError: the latest checkpoint is of another model.
@@ -193,7 +193,8 @@ class Estimator:
             The metrics of the spec by name, ``"loss"``, the mean over batches, and ``"global_step"``.
 
         Raises:
-            ValueError: ``steps`` is not positive or not whole, the data has no batch, or a metric has a name that is taken.
+            ValueError: ``steps`` is not positive or not whole, the data has no batch, or a metric has a name that is
+                taken.
             NotFoundError: there is no such checkpoint, or it is of another model.
         """
         _check_positive(steps=steps)
