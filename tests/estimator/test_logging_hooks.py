@@ -156,6 +156,27 @@ def test_what_a_step_writes_goes_to_the_same_file(tmp_path):
     assert not ts.summary.should_record_summaries()
 
 
+def test_what_a_killed_training_wrote_beyond_its_checkpoint_is_forgotten(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    class Fail(ts.estimator.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            if run_context.session.global_step == 3:
+                raise RuntimeError("on purpose")
+
+    estimator = make_estimator(tmp_path, save_summary_steps=1, save_checkpoints_steps=2)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        estimator.train(lambda: batches(), hooks=[Fail()])
+    before = set(tmp_path.glob("events.*"))
+    estimator.train(lambda: batches(), max_steps=4)
+    (file,) = set(tmp_path.glob("events.*")) - before
+    events = list(EventFileLoader(str(file)).Load())
+    starts = [(i, event.step) for i, event in enumerate(events) if event.HasField("session_log")]
+    assert starts == [(1, 3)]  # after the version, before all summaries
+    assert [event.step for event in events if event.HasField("summary")] == [3, 4]
+
+
 def test_an_exception_does_not_leave_a_default_writer(tmp_path):
     pytest.importorskip("tensorboard")
 

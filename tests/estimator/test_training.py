@@ -285,6 +285,7 @@ def test_a_gradient_scaler_scales_the_loss_and_is_saved(tmp_path, devices):
             TypeError,
             "ReduceLROnPlateau",
         ),
+        (lambda optimizer: torch.optim.LBFGS(optimizer.param_groups[0]["params"]), TypeError, "LBFGS, whose step"),
     ],
 )
 def test_a_train_op_that_can_not_work_is_refused(tmp_path, train_op, error, message):

@@ -29,6 +29,7 @@ from torchstrategy.estimator.warm_start import (
     as_current,
     make_global_step,
 )
+from torchstrategy.optimizers.by_name import check_takes_no_closure
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.variables import Variable
 from torchstrategy.strategies.default import DefaultStrategy, get_strategy
@@ -61,12 +62,14 @@ class TrainOps:
 
     Raises:
         ValueError: there are several gradient scalers.
-        TypeError: a scheduler needs the loss.
+        TypeError: a scheduler needs the loss, or an optimizer computes losses itself.
     """
 
     def __init__(self, ops: Sequence[Any], module: nn.Module) -> None:
         self._module = module
         self.optimizers = [op for op in ops if isinstance(op, Optimizer)]
+        for optimizer in self.optimizers:
+            check_takes_no_closure(optimizer)
         self._schedulers = [op for op in ops if isinstance(op, LRScheduler)]
         scalers = [op for op in ops if isinstance(op, torch.amp.GradScaler)]
         if len(scalers) > 1:

@@ -26,6 +26,7 @@ from torchstrategy.estimator.session_hooks import (
     SessionRunValues,
     show_value,
 )
+from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.summary import SummaryWriter, create_file_writer, create_noop_writer, scalar
 
 if TYPE_CHECKING:
@@ -277,6 +278,8 @@ class SummarySaverHook(SessionRunHook):
         if self._writer is None or not self._is_due:
             return None
         self._step = step
+        if self._timer.last_triggered_step() is None and run_context.session.mode == ModeKeys.TRAIN:
+            self._writer.add_start(step)  # a training that was killed may have written further than it had saved
         return SessionRunArgs(self._fetches)
 
     @override

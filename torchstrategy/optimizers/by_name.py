@@ -134,9 +134,9 @@ def check_takes_no_closure(optimizer: Any) -> None:
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"optimizer= is {_article(cls.__name__)} {cls.__name__}, whose step(closure) computes the loss several "
-            "times, and fit computes it once for a batch. Use another optimizer, or override train_step and call "
-            "self.optimizer.step(closure) there, in place of self.minimize(loss)."
+            f"The optimizer is {_article(cls.__name__)} {cls.__name__}, whose step(closure) computes the loss several "
+            "times, and fit and an Estimator compute it once for a batch. Use another optimizer, or, for fit, override "
+            "train_step and call self.optimizer.step(closure) there, in place of self.minimize(loss)."
         )
 
 

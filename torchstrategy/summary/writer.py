@@ -155,6 +155,20 @@ class SummaryWriter:
         """
         self._open().add_graph(graph)
 
+    def add_start(self, step: int) -> None:
+        """Let TensorBoard forget what the folder's earlier files hold from a step on, as a training begins there again.
+
+        Args:
+            step: the first one that is written anew.
+
+        Raises:
+            RuntimeError: the writer is closed.
+        """
+        if not self.is_noop:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 - optional
+
+            self._open().add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+
     def _open(self) -> Any:
         self._check_open()
         if not self._files:
@@ -179,6 +193,7 @@ class _StoredFile:
         self._folder = tempfile.mkdtemp(prefix="torchstrategy-")  # there until `close`, also at the program's end
         self._file = import_tensorboard().FileWriter(self._folder, **options)
         self.add_summary, self.add_graph = self._file.add_summary, self._file.add_graph
+        self.add_event = self._file.add_event
 
     def flush(self) -> None:
         """Write what waits to this host, and to the store if its copy is old."""
