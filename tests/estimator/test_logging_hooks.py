@@ -157,8 +157,7 @@ def test_what_a_step_writes_goes_to_the_same_file(tmp_path):
 
 
 def test_what_a_killed_training_wrote_beyond_its_checkpoint_is_forgotten(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
 
     class Fail(ts.estimator.SessionRunHook):
         def after_run(self, run_context, run_values):
@@ -171,7 +170,7 @@ def test_what_a_killed_training_wrote_beyond_its_checkpoint_is_forgotten(tmp_pat
     before = set(tmp_path.glob("events.*"))
     estimator.train(lambda: batches(), max_steps=4)
     (file,) = set(tmp_path.glob("events.*")) - before
-    events = list(EventFileLoader(str(file)).Load())
+    events = list(loader.EventFileLoader(str(file)).Load())
     starts = [(i, event.step) for i, event in enumerate(events) if event.HasField("session_log")]
     assert starts == [(1, 3)]  # after the version, before all summaries
     assert [event.step for event in events if event.HasField("summary")] == [3, 4]
