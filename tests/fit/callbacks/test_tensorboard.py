@@ -67,6 +67,22 @@ def test_counts_go_on_after_a_restore(tmp_path):
     assert scalars(tmp_path / "b" / "train")["batch_loss"] == [(7, 0.5), (8, 0.5)]
 
 
+def test_batches_that_come_again_after_a_restore_are_shown_once(tmp_path):
+    board = TensorBoard(tmp_path, write_graph=False, update_freq=1)
+    callbacks = CallbackList([board], model=Model())
+    callbacks.on_train_begin()
+    for batch, loss in enumerate([9.0, 8.0, 7.0]):
+        callbacks.on_train_batch_begin(batch)
+        callbacks.on_train_batch_end(batch, {"loss": loss})
+        if batch == 0:
+            state = callbacks.state_dict()
+    callbacks.load_state_dict(state)
+    callbacks.on_train_batch_begin(1)
+    callbacks.on_train_batch_end(1, {"loss": 5.0})
+    callbacks.on_train_end()
+    assert scalars(tmp_path / "train")["batch_loss"] == [(1, 9.0), (2, 5.0)]
+
+
 def test_summaries_of_steps_go_to_the_same_run(tmp_path):
     board = TensorBoard(tmp_path, write_graph=False, update_freq=2)
     model = Model()

@@ -295,6 +295,8 @@ class TensorBoard(Callback):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
+        if self.update_freq is not None and is_chief(self.model):
+            self._writer("train").add_start(self._step + 1)  # those that were written after it come again
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
