@@ -193,3 +193,30 @@ def test_infinite_losses_that_cancel_are_no_number(tmp_path):
         return ts.estimator.EstimatorSpec(mode, module=module, loss=loss)
 
     assert np.isnan(ts.estimator.Estimator(model_fn, str(tmp_path)).evaluate(lambda: data)["loss"])
+
+
+def test_an_evaluation_amid_a_training_leaves_its_random_numbers_alone(tmp_path):
+    strategy = ts.MirroredStrategy(CPUS)
+
+    def model_fn(features, labels, mode):
+        module = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        return ts.estimator.EstimatorSpec(
+            mode,
+            module=module,
+            loss=lambda outputs, labels: outputs.mean(),
+            train_op=torch.optim.SGD(module.parameters(), lr=0.1),
+        )
+
+    def weights(folder, *, evaluates):
+        config = ts.estimator.RunConfig(train_distribute=strategy, eval_distribute=strategy, tf_random_seed=1)
+        estimator = ts.estimator.Estimator(model_fn, str(tmp_path / folder), config)
+
+        class Evaluate(ts.estimator.SessionRunHook):
+            def after_run(self, run_context, run_values):
+                if evaluates:
+                    estimator.evaluate(lambda: torch.ones(2, 4), steps=2)
+
+        estimator.train(lambda: torch.ones(2, 4), steps=3, hooks=[Evaluate()])
+        return estimator.get_variable_value("1.weight").tolist()
+
+    assert weights("alone", evaluates=False) == weights("evaluated", evaluates=True)

@@ -40,15 +40,20 @@ __all__ = ["Built", "Definition", "build", "build_restored", "plain_strategy", "
 
 
 @contextlib.contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Let torch's random numbers begin at a seed inside, and go on as before after it; ``None`` changes nothing."""
+def seeded(seed: int | None, strategy: Strategy) -> Iterator[None]:
+    """Let random numbers begin at a seed inside, and go on as before after it; ``None`` changes nothing.
+
+    Args:
+        seed: the seed.
+        strategy: whose replicas draw: an evaluation amid a training must not change what the training draws.
+    """
     if seed is None:
         yield
         return
     type_ = accelerator_type() or "cuda"
     has_generators = hasattr(kind_of(type_).module, "default_generators")
     devices = range(torch.accelerator.device_count()) if has_generators else ()
-    with torch.random.fork_rng(devices, device_type=type_):
+    with torch.random.fork_rng(devices, device_type=type_), strategy.hosting.keeping_streams():
         torch.manual_seed(seed)
         yield
 

@@ -44,7 +44,9 @@ def predict_with_model(
     """Yield predictions as NumPy arrays."""
     with training_nothing():
         strategy = plain_strategy()
-    with seeded(definition.config.tf_random_seed):  # a generator's caller has its own random numbers meanwhile
+    with seeded(
+        definition.config.tf_random_seed, strategy
+    ):  # a generator's caller has its own random numbers meanwhile
         batches = open_batches(input_fn, definition, strategy, ModeKeys.PREDICT, is_distributed=False)
         example = batches.example()
         path = checkpoint_path or find_checkpoint(strategy, definition.model_dir, "predict")
@@ -165,7 +167,7 @@ def evaluate_model(
     strategy = plain_strategy() if chosen is None else chosen
     if isinstance(strategy, BetweenGraphParameterServerStrategy):
         strategy = strategy.alone()  # a checkpoint has all values
-    with reporting_failures(strategy, "Estimator"), seeded(definition.config.tf_random_seed):
+    with reporting_failures(strategy, "Estimator"), seeded(definition.config.tf_random_seed, strategy):
         batches = open_batches(input_fn, definition, strategy, ModeKeys.EVAL, is_distributed=chosen is not None)
         example = batches.example()
         if example is None:

@@ -65,7 +65,11 @@ def train_model(
 ) -> float | None:
     """Train until the data or a hook ends it, and return the last loss."""
     strategy, is_distributed = training_strategy(definition.config)
-    with reporting_failures(strategy, "Estimator"), seeded(definition.config.tf_random_seed), _connected(strategy):
+    with (
+        reporting_failures(strategy, "Estimator"),
+        seeded(definition.config.tf_random_seed, strategy),
+        _connected(strategy),
+    ):
         batches = open_batches(input_fn, definition, strategy, ModeKeys.TRAIN, is_distributed=is_distributed)
         example = batches.example()
         if example is None:

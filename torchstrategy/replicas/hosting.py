@@ -153,6 +153,11 @@ class Hosting(Protocol):
     def original(self, obj: Any) -> Any:
         """Return the user's object that has this counterpart, or ``None``."""
 
+    def keeping_streams(self) -> contextlib.AbstractContextManager[None]:
+        """Return what lets the replicas' random numbers go on afterwards as if nothing had been drawn inside."""
+        streams: RandomStreams | None = getattr(self, "_streams", None)
+        return contextlib.nullcontext() if streams is None else streams.kept()
+
 
 class DirectHosting(Hosting):
     """One replica in this process: the caller's thread, the user's own objects.

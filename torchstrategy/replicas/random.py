@@ -222,6 +222,15 @@ class RandomStreams:
         for local_id in self._at_once:
             self.enter(local_id)
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let the streams go on afterwards as if the runs inside had not been, as ``fork_rng`` does the program's."""
+        program, states, seeds = self._program, list(self._states), dict(self._seeds)
+        try:
+            yield
+        finally:
+            self._program, self._states, self._seeds = program, states, seeds
+
     def seed_accelerators(self) -> None:
         """Give the accelerators' generators seeds of their own if the user has seeded them alike since."""
         for replica_id, device in self._accelerators:
