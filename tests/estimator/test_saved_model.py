@@ -267,3 +267,21 @@ def test_canned_estimators(tmp_path):
     made = signatures["predict"](x=torch.zeros(6, 1))
     np.testing.assert_allclose(made["probabilities"][5], expected["probabilities"], rtol=1e-6)
     assert signatures["serving_default"].constants["classes"] == ["0", "1", "2"]
+
+
+def test_an_export_amid_a_seeded_training_leaves_its_random_numbers_alone(tmp_path):
+    def model_fn(features, labels, mode):
+        module = torch.nn.Linear(1, 1)
+        return est.EstimatorSpec(
+            mode,
+            module=module,
+            loss=lambda outputs, labels: outputs.mean(),
+            predictions=lambda outputs: {"y": outputs},
+            train_op=torch.optim.SGD(module.parameters(), lr=0.1),
+        )
+
+    estimator = est.Estimator(model_fn, tmp_path / "model", est.RunConfig(tf_random_seed=1))
+    estimator.train(lambda: torch.ones(2, 1), steps=1)
+    before = torch.get_rng_state()
+    estimator.export_saved_model(tmp_path, export.build_raw_serving_input_receiver_fn(torch.ones(2, 1)))
+    assert torch.equal(torch.get_rng_state(), before)

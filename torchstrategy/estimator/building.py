@@ -248,7 +248,9 @@ def build_restored(
         config: the estimator's configuration.
         checkpoint_path: the checkpoint; ``None`` leaves the initial values.
     """
-    built = build(Definition(model_fn, config, params), _default_strategy(), (features, labels), mode)
+    strategy = _default_strategy()
+    with seeded(config.tf_random_seed, strategy):  # an export amid a training draws nothing of the training's
+        built = build(Definition(model_fn, config, params), strategy, (features, labels), mode)
     if checkpoint_path is not None:
         restore(built, checkpoint_path)
     return built.spec
