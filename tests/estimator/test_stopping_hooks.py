@@ -71,8 +71,9 @@ def test_a_worker_waits_for_the_shared_step(tmp_path, monkeypatch):
 
     steps = []
     hooks = [Others(), ts.estimator.GlobalStepWaiterHook(5), Before()]
-    make_estimator(tmp_path).train(lambda: batches(), steps=1, hooks=hooks)
-    assert steps == [5]
+    for folder in ("first", "second"):  # it waits in each training
+        make_estimator(tmp_path / folder).train(lambda: batches(), steps=1, hooks=hooks)
+    assert steps == [5, 5]
 
 
 def test_nobody_to_wait_for_among_processes_that_step_together():
