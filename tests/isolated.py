@@ -48,8 +48,13 @@ FOLDERS = ("tests", "torchstrategy")
 LIBRARY = "torchstrategy"
 #: What every program that starts processes imports (torch's at an optimizer's first step), or ``compile``, or a test.
 PRELOADED = ["torch._dynamo", "tests.quick_exit", LIBRARY, "torchmetrics", "hydra", "pytest"]
-#: pytest's plugins that have no say in one file's process.
-LEFT_OUT = ("-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:hydra_pytest")
+#: The only one of the installed plugins of pytest, for which no process has to look, and those of its own left out.
+PLUGINS = ["pytest_timeout"]
+LEFT_OUT = [
+    "--disable-plugin-autoload",
+    *(f"-pno:{name}" for name in ("cacheprovider", "junitxml", "legacypath", "pastebin")),
+    *(f"-pno:{name}" for name in ("setuponly", "setupplan", "stepwise", "subtests")),
+]
 NOTHING_COLLECTED = 5
 #: How many of the tests that are over their budget are shown.
 NUM_DEAREST = 10
@@ -66,18 +71,27 @@ class Running(NamedTuple):
 
 
 class Outcomes:
-    """A pytest plugin that counts what became of one file's tests.
+    """A pytest plugin that counts what became of some files' tests, and looks for tests in no other file.
 
     Args:
         connection: a file descriptor that gets the counts, the ids of the failed, and the CPU seconds of those over
             their budget, as one JSON line.
+        has_doctests: whether the files may have doctests.
     """
 
-    def __init__(self, connection):
+    def __init__(self, connection, has_doctests):
         self._connection = connection
+        self._has_doctests = has_doctests
         self._counts = collections.Counter()
         self._failed = []
         self._dear = {}
+
+    def pytest_configure(self, config):
+        config.option.doctestmodules = self._has_doctests
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path):
+        return True  # which pytest asks of what lies beside the files, not of those that it was given
 
     def pytest_runtest_logreport(self, report):
         seconds = dict(report.user_properties).get("cpu_seconds", 0)
@@ -210,11 +224,9 @@ def _lighten() -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("matplotlib.pyplot")  # torchmetrics does, where it is installed
     with contextlib.redirect_stdout(io.StringIO()):  # pytest's own plugins
-        pytest.main(
-            [*LEFT_OUT, "-p", "no:hypothesispytest", "--noconftest", "-c", os.devnull, "--collect-only", "conf"]
-        )
-    importlib.import_module("tests.quick_exit")
-    importlib.import_module(LIBRARY)
+        pytest.main([*LEFT_OUT, "--noconftest", "-c", os.devnull, "--collect-only", "conf"])
+    for name in (*PLUGINS, "tomllib", "tests.quick_exit", LIBRARY):  # the second reads pytest's settings
+        importlib.import_module(name)
     for logger in logging.root.manager.loggerDict.values():
         logger.propagate = True
     gc.collect()
@@ -275,9 +287,10 @@ def _be_a_group(files, to_pytest, connection, output, folder):
         os.dup2(output.fileno(), 2)
         # The server is another process's child, which `ensure_running` can't wait for.
         forkserver._forkserver.ensure_running = lambda: None
-        if not any("hypothesis" in Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files):
-            to_pytest = [*to_pytest, "-p", "no:hypothesispytest"]  # whose import takes as long as the library's
-        status = pytest.main([*to_pytest, *files], plugins=[Outcomes(connection)])
+        text = "".join(Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files)
+        names = [*PLUGINS, "_hypothesis_pytestplugin"] if "hypothesis" in text else PLUGINS  # a dear import
+        plugins = [Outcomes(connection, ">>>" in text), *map(importlib.import_module, names)]
+        status = pytest.main([*to_pytest, *files], plugins=plugins)
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - a fork must not go on with its parent's program
