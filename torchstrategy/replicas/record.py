@@ -235,11 +235,12 @@ def start_recording(strategy: Any = None) -> None:
             )
         _patch_constructors(_RECORDED)
         for cls in _RECORDED:
-            _patch(cls, "__setstate__", _recording_state(getattr(cls, "__setstate__", _set_state)))
+            _patch(cls, "__setstate__", _recording_state, getattr(cls, "__setstate__", _set_state))
             for subclass in _subclasses(cls):
+                own = vars(subclass)
                 for name, wrap in _COPYING.items():
-                    if name in vars(subclass):
-                        _patch(subclass, name, wrap(vars(subclass)[name]))
+                    if name in own:
+                        _patch(subclass, name, wrap, own[name])
 
 
 def stop_recording() -> None:
@@ -303,23 +304,25 @@ def _restore() -> None:
 
 def _patch_constructors(classes: tuple[type, ...]) -> None:
     for cls in classes:
-        _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
+        _patch(cls, "__init__", _recording, cls.__init__)  # type: ignore[misc]
     for base in _WATCHED:
         for cls in _subclasses(base):
             if "__init__" in vars(cls):  # some schedulers, and optimizers around another one, do not call their base's
-                _patch(cls, "__init__", _recording(cls.__init__))  # type: ignore[misc]
+                _patch(cls, "__init__", _recording, cls.__init__)  # type: ignore[misc]
 
 
-def _patch(cls: type, name: str, replacement: Callable[..., Any]) -> None:
+def _patch(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], original: Any) -> None:
     if (cls, name) not in _originals:
         _originals[cls, name] = vars(cls).get(name)
-        setattr(cls, name, replacement)
+        setattr(cls, name, wrap(original))
 
 
-def _subclasses(cls: type[Any]) -> Iterator[type]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
+def _subclasses(cls: type[Any]) -> list[type]:
+    """Return all classes below one; every scope asks for the hundreds of modules."""
+    found = type.__subclasses__(cls)
+    for subclass in found:  # which grows meanwhile
+        found += type.__subclasses__(subclass)
+    return found
 
 
 def _recording(original: Callable[..., None]) -> Callable[..., None]:
