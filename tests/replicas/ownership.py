@@ -17,7 +17,7 @@ FEATURES = 3
 INPUTS = torch.linspace(-1, 1, 8 * FEATURES, dtype=torch.float64).reshape(8, FEATURES)
 #: When the change is made: in the scope, before a run, or as the first thing in it.
 PLACES = ("in the scope", "outside `run`", "in `run`")
-CHANGE_AT, NUM_RUNS = 3, 8
+CHANGE_AT, NUM_RUNS = 3, 6
 
 CHANGES = {}
 
