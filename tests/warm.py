@@ -113,7 +113,7 @@ def _be_a_program(arguments: list[str], folder: str, environment: dict[str, str]
     os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)
     sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in environment)
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))  # more would wait for each other in a busy loop
     torch.seed()  # the forked generators are all the same
     np.random.seed()
     sys.argv = arguments
