@@ -1,5 +1,7 @@
 """``fit`` on every strategy that computes in step, in one process and in several, gives the numbers of one device."""
 
+import functools
+
 import pytest
 from hypothesis import given
 
@@ -38,6 +40,11 @@ def expected():
     return {name: fit_on("default", program) for name, program in PROGRAMS.items()}
 
 
+@functools.cache
+def use_of_one_replica(name):
+    return use_on("default", name)
+
+
 @pytest.fixture(scope="module")
 def workers():
     with ts.testing.ProcessPool(2, launcher="TF_CONFIG") as pool:
@@ -68,7 +75,7 @@ def test_multi_worker(name, devices, expected, workers):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", USES)
 def test_uses_in_one_process(name, layout):
-    assert_near(use_on(IN_ONE_PROCESS[layout], name), use_on("default", name), EXACT)
+    assert_near(use_on(IN_ONE_PROCESS[layout], name), use_of_one_replica(name), EXACT)
 
 
 @pytest.mark.slow
@@ -76,7 +83,7 @@ def test_uses_in_one_process(name, layout):
 @pytest.mark.parametrize("name", USES)
 def test_uses_over_two_processes(name, devices, process_pool):
     for found in process_pool(2).run(use_on, devices, name):
-        assert_near(found, use_on("default", name), EXACT)
+        assert_near(found, use_of_one_replica(name), EXACT)
 
 
 @pytest.mark.slow
