@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import textwrap
 from pathlib import Path
 
@@ -60,9 +61,22 @@ CONFINED = {
 FILES = sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / PACKAGE).rglob("*.pyi")])  # which list public names
 
 
-def imported_modules(nodes, modules):
+@functools.cache
+def imports_of(source):
+    """Return the import statements of a file, which stand among others and in no expression."""
+    found, holders = [], [ast.parse(source)]
+    for holder in holders:  # which grows meanwhile
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            inner = getattr(holder, name, ())
+            holders += inner if isinstance(inner, list) else ()
+        if isinstance(holder, (ast.Import, ast.ImportFrom)):
+            found.append(holder)
+    return found
+
+
+def imported_modules(source, modules):
     """Yield (line, dotted name) for every import; of our own names, the module that they stand in."""
-    for node in nodes:
+    for node in imports_of(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -76,7 +90,7 @@ def violations(source, path, modules):
     """Return what is wrong with the imports of the file ``path`` (relative to the package), one line for each."""
     unit = Path(path).parts[0].partition(".")[0]
     found = []
-    for line, name in imported_modules(ast.walk(ast.parse(source)), modules):
+    for line, name in imported_modules(source, modules):
         problem = _outside_problem(name, path) if not is_ours(name) else _inside_problem(name, path, unit)
         if problem:
             found.append(f"{PACKAGE}/{path}:{line}: {problem}")
@@ -123,7 +137,7 @@ def import_graph(sources, modules):
     graph = {}
     for module, source in sources.items():
         if module != PACKAGE:
-            graph[module] = {name for _, name in imported_modules(ast.walk(ast.parse(source)), modules) if name in ours}
+            graph[module] = {name for _, name in imported_modules(source, modules) if name in ours}
     return graph
 
 
