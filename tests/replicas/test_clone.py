@@ -443,6 +443,76 @@ def test_generator_on_a_module(strategy):
     torch.testing.assert_close(on_replicas(strategy, draw), first)
 
 
+# Modules and optimizers of which only an attribute knows, such as a teacher that hides in a list.
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))]
+        self.optimizers = {"own": torch.optim.SGD([p for layer in self.layers for p in layer.parameters()], lr=0.1)}
+        self.schedulers = (lr_scheduler.StepLR(self.optimizers["own"], 1),)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def train_on(self, x):
+        self.optimizers["own"].zero_grad()
+        self(x).sum().backward()
+        self.optimizers["own"].step()
+
+
+def registered_on_one_object(holder):
+    holder.layers[1][1] = nn.Sigmoid()
+    holder.layers[1].append(nn.Tanh())
+    del holder.layers[1][0]
+
+
+def taken_and_given_back(holder):
+    layers = holder.layers
+    del holder.layers
+    holder.layers = layers
+    holder.layers.append(nn.Linear(1, 1))
+    holder.layers[0].weight.mul_(2)
+
+
+HELD_CHANGES = {
+    "values": lambda holder: holder.layers[0].weight.mul_(2),
+    "modes": lambda holder: holder.layers[1].eval(),
+    "attribute": lambda holder: setattr(holder.layers[1][1], "momentum", 0.5),
+    "children": registered_on_one_object,
+    "the attribute": taken_and_given_back,
+    "rate": lambda holder: holder.optimizers["own"].param_groups[0].update(lr=0.5),
+    "state": lambda holder: holder.optimizers["own"].state.clear(),
+    "step of a scheduler": lambda holder: (holder.schedulers[0].step(), setattr(holder.schedulers[0], "gamma", 0.2)),
+}
+
+
+@pytest.mark.parametrize("change", HELD_CHANGES.values(), ids=HELD_CHANGES)
+def test_what_only_an_attribute_holds_is_one_object_of_each_replica(change):
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    holder = make(strategy, Holder)
+    per_replica = ts.PerReplica([torch.tensor([[1.0, 2.0], [0.0, 3.0]]), torch.tensor([[5.0, 1.0], [1.0, 1.0]])])
+    gc.collect()  # the facades must not depend on when this happens
+    strategy.run(holder.train_on, args=(per_replica,))
+
+    def state():
+        optimizer = holder.optimizers["own"]
+        held = [[*layer.state_dict().values()] for layer in holder.layers], [str(layer) for layer in holder.layers]
+        scheduler = {k: v for k, v in holder.schedulers[0].state_dict().items() if k[0] != "_"}
+        assert holder.schedulers[0].optimizer.param_groups is optimizer.param_groups
+        is_training = [layer.training for layer in holder.layers]
+        return str((held, optimizer.state_dict(), scheduler, is_training, holder(torch.ones(2, 2))))
+
+    with torch.no_grad():
+        change(holder)
+        gc.collect()
+        first, second = on_replicas(strategy, state)
+    assert first == second  # averages of the layers' buffers, too
+
+
 # Lifetime.
 
 

@@ -36,7 +36,7 @@ from torchstrategy.replicas.copies import (
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
 from torchstrategy.replicas.module_tensors import Slot, Stamp, grad_stamp, leaf_grad, tensors_of
-from torchstrategy.replicas.object_hooks import is_plain
+from torchstrategy.replicas.object_hooks import is_plain, recorded_in
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
@@ -87,6 +87,9 @@ class ReplicaSet:
             TypeError: an object can't be copied; the message says which and why. Nothing has changed then.
         """
         new = with_submodules([obj for obj in objects if mirror_of(obj) is None and not isinstance(obj, Tensor)])
+        if new:
+            copies = {id(mirror.bodies[0]) for mirror in self._mirrors()}
+            new = [obj for obj in new if id(obj) not in copies]
         if not new:
             return
         for obj in new:
@@ -95,11 +98,18 @@ class ReplicaSet:
         memos = [self._start_memo(i, new) for i in range(len(self._devices))]
         for i, memo in enumerate(memos):
             copy_together(new, memo, is_first=i == 0)
+        attributes = [dict(obj.__dict__) for obj in new]
+        mirrors = []
         for obj in new:
             tensors = own_tensors(obj) if isinstance(obj, nn.Module) else []
             mirror = self._make_facade(obj, tuple(memo[id(obj)] for memo in memos))
             for tensor in tensors:
                 mirror.know(tuple(memo[id(tensor)] for memo in memos))
+            mirrors.append(mirror)
+        for mirror, values in zip(mirrors, attributes, strict=True):  # when all are facades
+            for name, value in values.items():
+                if name not in mirror.members:
+                    mirror.hold(name, value)
 
     def values_for(self, value: Any) -> list[Any]:
         """Return what a value that the user sets or passes from outside is on each replica."""
@@ -124,6 +134,14 @@ class ReplicaSet:
                     memo[id(leaf)] = self._generator(i, leaf)
             values.append(deep_copy(value, value, memo))
         return values
+
+    def facades_in(self, value: Any) -> list[Any]:
+        """Return the facades that a value holds, however deep, itself or by replica 0's objects behind them."""
+        found = {id(obj): obj for obj in recorded_in(value)}
+        if not found:
+            return []
+        living = [(obj, mirror_of(obj)) for obj in (reference() for reference in self._facades)]
+        return [obj for obj, mirror in living if mirror and (id(obj) in found or id(mirror.bodies[0]) in found)]
 
     def note_everything(self) -> None:
         """Note what replica 0's attributes hold, before code that may change them without the facades' knowledge."""
@@ -217,7 +235,7 @@ class ReplicaSet:
             mirror = mirror_of(obj)
             if mirror is None:
                 continue
-            memo[id(obj)] = mirror.bodies[local_id]
+            memo[id(obj)] = memo[id(mirror.bodies[0])] = mirror.bodies[local_id]
             if mirror.is_module:
                 tensors_of(mirror)
                 memo.update(mirror.known_on(local_id))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
-import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from torch.optim import Optimizer
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.dtensors import is_dtensor
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
-from torchstrategy.replicas.object_hooks import SCALARS, copy_parameter_hooks, is_plain
+from torchstrategy.replicas.object_hooks import copy_parameter_hooks, is_plain, members_held
 from torchstrategy.replicas.record import unrecorded
 
 __all__ = [
@@ -40,10 +37,6 @@ __all__ = [
     "tensors_held",
     "with_submodules",
 ]
-
-#: Modules say themselves what they hold; from a thread or a stream one comes to the whole program, in a notebook to all
-#: that its cells have made.
-_NOT_ENTERED = (*SCALARS, type, types.ModuleType, nn.Module, threading.Thread, io.IOBase)
 
 #: ``copy.deepcopy``'s memo: id of an object -> its copy.
 Memo = dict[int, Any]
@@ -139,28 +132,7 @@ def tensors_held(value: Any, known: Container[int]) -> list[Tensor]:
         value: the object.
         known: ids of objects that are not looked into.
     """
-    found: dict[int, Tensor] = {}
-    seen: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or id(item) in known or isinstance(item, _NOT_ENTERED):
-            continue
-        seen[id(item)] = item
-        if isinstance(item, Tensor):
-            if item.is_leaf:
-                found[id(item)] = item
-        elif isinstance(item, Mapping):
-            waiting += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set, frozenset, deque)):
-            waiting += item
-        elif isinstance(item, functools.partial):
-            waiting += [item.func, item.args, item.keywords]
-        elif isinstance(item, types.MethodType):
-            waiting.append(item.__self__)
-        elif not isinstance(item, types.FunctionType):
-            waiting += getattr(item, "__dict__", {}).values()
-    return list(found.values())
+    return [item for item in members_held(value, known) if isinstance(item, Tensor) and item.is_leaf]
 
 
 def copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -67,11 +67,32 @@ class Mirror:
         #: What replica 0's attributes held when they were first read from outside since the last run.
         self._seen: dict[str, Any] = {}
         self.hooks = Hooks(copies)
+        #: Facades in the object's attributes, whose copies the replicas' objects hold: what nobody holds is forgotten.
+        self.held: dict[str, list[Any]] = {}
+        #: Those that were there since the last run: the program may hold replica 0's objects behind them only.
+        self._held_before: list[Any] = []
 
     def note_access(self, name: str) -> None:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
         if name not in self._seen:
             self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
+            for obj in self.held.get(name, ()):  # the program gets replica 0's own objects
+                mirror = mirror_of(obj)
+                for member in mirror._family() if mirror is not None else ():
+                    member.note_all()
+                    if member.is_module:
+                        member.note_access("_modules")
+
+    def hold(self, name: str, value: Any) -> None:
+        """Keep the facades in an attribute's value for as long as it is the attribute."""
+        held = [obj for obj in self.replicas.facades_in(value) if mirror_of(obj) is not self]
+        self.release(name)
+        if held:
+            self.held[name] = held
+
+    def release(self, name: str) -> None:
+        """Let go of an attribute's facades when the next run starts."""
+        self._held_before += self.held.pop(name, ())
 
     def note_all(self) -> None:
         """Do so for all attributes."""
@@ -82,16 +103,23 @@ class Mirror:
     def push_changes(self) -> None:
         """Give the other replicas what was changed in replica 0's attributes and hooks from outside."""
         self.hooks.push(self.replicas.values_for)
-        if not self._seen:
-            return
+        if self._seen:
+            self._push_attributes()
+        self._held_before = []
+
+    def _push_attributes(self) -> None:
         state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
         if isinstance(self.bodies[0], Optimizer):
             seen.pop("param_groups", None)  # they follow by themselves, and one around another optimizer has the same
         changed = [name for name, before in seen.items() if differ(before, snapshot(state.get(name)))]
+        if "_modules" in changed:
+            changed.remove("_modules")
+            self._push_children(dict(seen["_modules"]))
         for name in changed:
             if name not in state:
                 for body in self.bodies[1:]:
                     body.__dict__.pop(name, None)
+                self.release(name)
                 continue
             first = state[name]
             values = self.replicas.values_for(first)
@@ -99,6 +127,16 @@ class Mirror:
                 body.__dict__[name] = value
                 if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
                     value.data = first.detach().to(value.device, copy=True)
+            self.hold(name, first)
+
+    def _push_children(self, seen: dict[str, int]) -> None:
+        """Give the other replicas the children that replica 0's module got and lost without the facade."""
+        children = dict(self.bodies[0]._modules)
+        for name in seen.keys() - children.keys():
+            del self.members["_modules"][name]
+        for name, child in children.items():
+            if seen.get(name) != id(child):
+                (self.members["_modules"][name],) = self.replicas.facades_in(child) or [child]
 
     def call_outside(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method's counterpart for cross-replica context; in a run that it was handed to, the plain method."""
@@ -212,6 +250,7 @@ class _Facade:
         else:
             for body, own in zip(mirror.bodies, mirror.replicas.values_for(value), strict=True):
                 setattr(body, name, own)
+            mirror.hold(name, value)
             _refresh_child(mirror, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -222,6 +261,7 @@ class _Facade:
             return
         for body in mirror.bodies:
             delattr(body, name)
+        mirror.release(name)
         _refresh_child(mirror, name, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
+import threading
+import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from torchstrategy.replicas.record import recorded_classes
 
 __all__ = [
     "SCALARS",
@@ -28,13 +33,18 @@ __all__ = [
     "copy_parameter_hooks",
     "differ",
     "is_plain",
+    "members_held",
     "own_hook",
     "push_belongings",
+    "recorded_in",
     "snapshot",
 ]
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, set, frozenset, deque)
+#: Modules say themselves what they hold; from a thread or a stream one comes to the whole program, in a notebook to all
+#: that its cells have made.
+_NOT_ENTERED = (*SCALARS, type, types.ModuleType, Tensor, nn.Module, threading.Thread, io.IOBase)
 #: Of a structure with more members only those seen first are compared.
 _MAX_MEMBERS = 1000
 
@@ -42,7 +52,8 @@ _MAX_MEMBERS = 1000
 def snapshot(value: Any) -> Any:
     """Return something that equals a later snapshot of the same value if and only if nothing in it was changed.
 
-    Which modules a structure holds is compared, but not what is in them: they see to that themselves.
+    Which modules, optimizers and the like a structure holds is compared, but not what is in them: they see to that
+    themselves.
     """
     if is_plain(value):  # faster than the general case
         return _copy_plain(value)
@@ -58,7 +69,7 @@ def _snapshot(value: Any, seen: dict[int, Any]) -> Any:
         return hashlib.blake2b(value.get_state().numpy().tobytes()).digest()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.shape, str(value.dtype), hashlib.blake2b(value.tobytes()).digest()
-    if id(value) in seen or len(seen) > _MAX_MEMBERS or isinstance(value, (type, nn.Module)):
+    if id(value) in seen or len(seen) > _MAX_MEMBERS or isinstance(value, (type, *recorded_classes())):
         return id(value)
     seen[id(value)] = value
     if isinstance(value, Mapping):
@@ -93,6 +104,42 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(is_plain(k) and is_plain(v) for k, v in value.items())
     return isinstance(value, _CONTAINERS) and all(is_plain(item) for item in value)
+
+
+def members_held(value: Any, known: Container[int], not_entered: tuple[type, ...] = ()) -> list[Any]:
+    """Return a value and what its attributes and containers hold, however deep.
+
+    Args:
+        value: the value.
+        known: ids of objects that are left out.
+        not_entered: classes whose instances are not looked into, besides modules, tensors and the like.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or id(item) in known:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, (*_NOT_ENTERED, *not_entered)):
+            continue
+        if isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, _CONTAINERS):
+            waiting += item
+        elif isinstance(item, functools.partial):
+            waiting += [item.func, item.args, item.keywords]
+        elif isinstance(item, types.MethodType):
+            waiting.append(item.__self__)
+        elif not isinstance(item, types.FunctionType):
+            waiting += getattr(item, "__dict__", {}).values()
+    return list(seen.values())
+
+
+def recorded_in(value: Any) -> list[Any]:
+    """Return the objects of the classes that a scope records which a value is or holds, however deep."""
+    classes = recorded_classes()
+    return [] if is_plain(value) else [obj for obj in members_held(value, (), classes) if isinstance(obj, classes)]
 
 
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
