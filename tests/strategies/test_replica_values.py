@@ -1,3 +1,4 @@
+import re
 import traceback
 
 import pytest
@@ -88,3 +89,63 @@ def test_a_step_that_was_called_without_run_is_told_so():
         RuntimeError, match=r"^The actual batch size is not known.*distribute_dataset\(loader\)`, not over"
     ):
         strategy.run(lambda _: ts.get_replica_context().actual_batch_size(), args=(torch.ones(4),))
+
+
+class Trainer:
+    def __init__(self):
+        self.num_steps, self.num_examples, self.state = 0, 0, {"step": 0}
+
+    def step(self, x):
+        self.num_steps += 1
+        self.num_examples += len(x)
+
+
+def counting_steps(name):
+    trainer, number = Trainer(), 0
+    state = trainer.state
+
+    def own_step(x):
+        nonlocal number
+        number += 1
+
+    def step_of_a_dict(x):
+        state["step"] += 1
+
+    def sums(x):
+        trainer.num_examples += len(x)
+
+    return {"self.num_steps": trainer.step, "number": own_step, "state['step']": step_of_a_dict, "sums": sums}[name]
+
+
+@pytest.mark.parametrize("name", ["self.num_steps", "number", "state['step']"])
+def test_a_number_that_each_replica_counts_up_is_warned_of(name):
+    strategy, step = ts.MirroredStrategy(cpu_devices(2)), counting_steps(name)
+    with pytest.warns(UserWarning, match=f"^`{re.escape(name)}` grew by 2 in one run") as caught:
+        strategy.run(step, args=(torch.ones(3),))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_counter_is_named_where_it_lets_replicas_part():
+    strategy, calls = ts.MirroredStrategy(cpu_devices(2)), {"n": 0}
+
+    def step():
+        calls["n"] += 1
+        if calls["n"] % 2 == 0:
+            ts.get_replica_context().all_reduce("SUM", torch.ones(1))
+
+    with pytest.warns(UserWarning, match="grew by 2 in one run"), pytest.raises(RuntimeError, match="merge_call"):
+        strategy.run(step)
+
+
+def test_numbers_that_add_up_over_replicas_or_are_a_modules_are_not_warned_of():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+    model.num_steps = 0
+
+    def step(x):
+        model.num_steps += 1
+
+    strategy.run(step, args=(torch.ones(3),))
+    strategy.run(counting_steps("sums"), args=(torch.ones(3),))
+    assert model.num_steps == 1

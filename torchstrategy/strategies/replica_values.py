@@ -5,11 +5,13 @@ The functions here are the leaves of ``Strategy.run``, ``reduce`` and ``gather``
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
-from torchstrategy.base.log import add_note, shows_all_frames
+from torchstrategy.base.log import add_note, shows_all_frames, warn_once
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues, PerReplica, regroup
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
@@ -28,11 +30,12 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
 from torchstrategy.replicas.hosting import Hosting, on_device
-from torchstrategy.replicas.record import owner, start_recording, stop_recording
+from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
     "Scope",
+    "counting",
     "explain_misfit",
     "gather_leaf",
     "inputs_of",
@@ -41,6 +44,64 @@ __all__ = [
     "take_in",
     "without_graph",
 ]
+
+
+#: Runs of a function in which it is looked at what it counts.
+_NUM_LOOKED_AT = 3
+
+
+@contextmanager
+def counting(looked_at: Counter[int], fn: Any, count: int) -> Iterator[None]:
+    """Warn of a number of the program that a replica function counts up once for each replica instead of each run.
+
+    Python's variables, and attributes of plain objects, belong to the process, so what is computed from them is not
+    what one replica would compute. A function's first runs are looked at, also those that fail.
+
+    Args:
+        looked_at: how many runs of which function's code were, by its id.
+        fn: the function.
+        count: the number of replicas of this process.
+    """
+    while isinstance(fn, functools.partial) or (isinstance(fn, FunctionType) and "__wrapped__" in fn.__dict__):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__dict__["__wrapped__"]
+    code = fn.__code__ if isinstance(fn, (FunctionType, MethodType)) else None  # a method has its function's
+    if code is None or looked_at[id(code)] >= _NUM_LOOKED_AT:
+        yield
+        return
+    looked_at[id(code)] += 1
+    before = _numbers_of(fn, code)
+    try:
+        yield
+    finally:
+        after = _numbers_of(fn, code) if before else {}
+        for name in [name for name, value in before.items() if after.get(name) == value + count]:
+            warn_once(
+                f"`{name}` grew by {count} in one run, by 1 for each replica of this process. Python's numbers, and "
+                "attributes of objects that were not made in the scope, belong to the process, so what the replica "
+                "function computes from a count of its calls depends on the number of replicas. Count outside `run` "
+                "and pass the number in `args`, or make it an attribute of a module of the scope, of which each "
+                "replica has its own. (What is meant to add up over the replicas of this process may stay.)",
+                stacklevel=6,
+            )
+
+
+def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
+    """Return the whole numbers that a function may count up: outer variables, and members of objects and dicts."""
+    found: dict[str, Any] = {"self": fn.__self__} if isinstance(fn, MethodType) else {}
+    found |= {name: value for name in code.co_names if (value := fn.__globals__.get(name)) is not None}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    for name, value in list(found.items()):
+        if type(value) is dict:
+            found |= {f"{name}[{key!r}]": member for key, member in value.items()}
+        elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_a_library(value):
+            found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+def _is_of_a_library(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn, overload
 
 from torch import Tensor
@@ -45,6 +47,7 @@ from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
 from torchstrategy.strategies.replica_values import (
     Scope,
+    counting,
     explain_misfit,
     gather_leaf,
     inputs_of,
@@ -110,6 +113,8 @@ class Strategy:
         self.hosting: Hosting = self._make_hosting(concurrent=concurrent, check_every=check_every)
         self._buffers = BufferSync(self.record, self.hosting.slots)
         self._running: tuple[ReplicaContext, ...] = ()
+        #: How many runs of which replica function were looked at for what they count.
+        self._looked_at: Counter[int] = Counter()
         sharded = None if sharded_classes is None or workers is None else ShardedStates(workers, sharded_classes)
         self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every, sharded)
         self._lone_updates: LoneUpdates | None = None
@@ -580,7 +585,9 @@ class Strategy:
         for local_id, replica_id in enumerate(self.placement.local_replica_ids):
             calls.append(inputs_of(self, local_id, (args, kwargs)))
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
-        results = self._call_hosting(fn, contexts, calls)
+        count = len(contexts)
+        with counting(self._looked_at, fn, count) if count > 1 else nullcontext():
+            results = self._call_hosting(fn, contexts, calls)
         return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
     def _call_hosting(
