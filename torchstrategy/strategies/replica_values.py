@@ -30,6 +30,7 @@ from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
 from torchstrategy.replicas.hosting import Hosting, on_device
+from torchstrategy.replicas.mirrored import mirror_of
 from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
@@ -95,13 +96,14 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
     for name, value in list(found.items()):
         if type(value) is dict:
             found |= {f"{name}[{key!r}]": member for key, member in value.items()}
-        elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_a_library(value):
+        elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
             found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
     return {name: value for name, value in found.items() if type(value) is int}
 
 
-def _is_of_a_library(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")
+def _is_of_another(value: Any) -> bool:
+    """Say whether an object is a library's, or stands for one of each replica."""
+    return mirror_of(value) is not None or type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:
