@@ -513,6 +513,26 @@ def test_what_only_an_attribute_holds_is_one_object_of_each_replica(change):
     assert first == second  # averages of the layers' buffers, too
 
 
+def test_a_metric_in_a_dict_of_a_module_is_that_of_all_replicas():
+    class Judge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.metrics = {"mean": ts.metrics.Mean(), "others": [ts.metrics.Mean()]}
+
+        def judge(self, x):
+            self.metrics["mean"].update_state(x)
+            self.metrics["others"][0].update_state(x)
+
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    judge = make(strategy, Judge)
+    gc.collect()
+    strategy.run(judge.judge, args=(ts.PerReplica([torch.zeros(1), torch.ones(1)]),))
+    assert [float(judge.metrics["mean"].result()), float(judge.metrics["others"][0].result())] == [0.5, 0.5]
+    judge.metrics["mean"].reset_state()
+    strategy.run(judge.judge, args=(ts.PerReplica([torch.full((1,), 2.0), torch.ones(1)]),))
+    assert [float(judge.metrics["mean"].result()), float(judge.metrics["others"][0].result())] == [1.5, 1.0]
+
+
 # Lifetime.
 
 

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, snapshot
+from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, members_held, snapshot
+from torchstrategy.replicas.record import recorded_classes
 
 __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
 
@@ -75,6 +76,8 @@ class Mirror:
     def note_access(self, name: str) -> None:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
         if name not in self._seen:
+            if name in self.held:
+                self._show_facades(name)
             self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
             for obj in self.held.get(name, ()):  # the program gets replica 0's own objects
                 mirror = mirror_of(obj)
@@ -89,6 +92,30 @@ class Mirror:
         self.release(name)
         if held:
             self.held[name] = held
+
+    def _show_facades(self, name: str) -> None:
+        """Put facades into the containers in an attribute of replica 0, in the place of its own objects behind them.
+
+        A metric's result, for example, is that of all replicas. In a run facades are the replica's objects.
+        """
+        classes, shown = recorded_classes(), self.shown
+        for item in members_held(self.bodies[0].__dict__.get(name), (), classes):
+            if type(item) in SCALARS or isinstance(item, Tensor):
+                continue
+            if isinstance(item, list):
+                item[:] = [shown(name, member) for member in item]
+            elif isinstance(item, dict):
+                item.update({key: shown(name, member) for key, member in item.items()})
+            elif not isinstance(item, (type, *classes)) and isinstance(getattr(item, "__dict__", None), dict):
+                item.__dict__.update({key: shown(name, member) for key, member in item.__dict__.items()})
+
+    def shown(self, name: str, value: Any) -> Any:
+        """Return the facade of an object that an attribute holds, of another value the value."""
+        for obj in self.held.get(name, ()):
+            mirror = mirror_of(obj)
+            if mirror is not None and mirror.bodies[0] is value:
+                return obj
+        return value
 
     def release(self, name: str) -> None:
         """Let go of an attribute's facades when the next run starts."""
@@ -401,6 +428,7 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
         value = state[name]
         if name not in _MODULE_INTERNALS and type(value) not in SCALARS:
             mirror.note_access(name)
+            value = mirror.shown(name, value)
         return user_variable(value)
     if name in _MODULE_ON_ALL and _MODULE_ON_ALL[name] in (None, getattr(mirror.cls, name)):
         return functools.partial(mirror.call_all, name)
@@ -427,7 +455,7 @@ def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
     if name in state and not (on_class and name == "zero_grad"):
         if type(state[name]) not in SCALARS:
             mirror.note_access(name)
-        return user_variable(state[name])
+        return user_variable(mirror.shown(name, state[name]))
     if on_class and (name in _READS or _registers_hook(name)):
         return getattr(first, name)
     value = object.__getattribute__(obj, name)
