@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,18 +96,23 @@ class Mirror:
     def _show_facades(self, name: str) -> None:
         """Put facades into the containers in an attribute of replica 0, in the place of its own objects behind them.
 
-        A metric's result, for example, is that of all replicas. In a run facades are the replica's objects.
+        A metric's result, for example, is that of all replicas. For compilers, its own objects are back in a run.
         """
-        classes, shown = recorded_classes(), self.shown
+        self._exchange(name, self.shown)
+
+    def _exchange(self, name: str, other: Callable[[str, Any], Any]) -> None:
+        classes = recorded_classes()
         for item in members_held(self.bodies[0].__dict__.get(name), (), classes):
-            if type(item) in SCALARS or isinstance(item, Tensor):
+            if type(item) in SCALARS or isinstance(item, (type, Tensor, *classes)):
                 continue
+            members = item if isinstance(item, dict) else getattr(item, "__dict__", None)
             if isinstance(item, list):
-                item[:] = [shown(name, member) for member in item]
-            elif isinstance(item, dict):
-                item.update({key: shown(name, member) for key, member in item.items()})
-            elif not isinstance(item, (type, *classes)) and isinstance(getattr(item, "__dict__", None), dict):
-                item.__dict__.update({key: shown(name, member) for key, member in item.__dict__.items()})
+                members = dict(enumerate(item))
+            if not isinstance(members, dict):
+                continue
+            for key, member in list(members.items()):
+                if (new := other(name, member)) is not member:
+                    (item if isinstance(item, list) else members)[key] = new
 
     def shown(self, name: str, value: Any) -> Any:
         """Return the facade of an object that an attribute holds, of another value the value."""
@@ -116,6 +121,9 @@ class Mirror:
             if mirror is not None and mirror.bodies[0] is value:
                 return obj
         return value
+
+    def _hidden(self, name: str, value: Any) -> Any:
+        return resolve(value) if any(obj is value for obj in self.held[name]) else value
 
     def release(self, name: str) -> None:
         """Let go of an attribute's facades when the next run starts."""
@@ -155,6 +163,8 @@ class Mirror:
                 if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
                     value.data = first.detach().to(value.device, copy=True)
             self.hold(name, first)
+        for name in seen.keys() & self.held.keys():
+            self._exchange(name, self._hidden)
 
     def _push_children(self, seen: dict[str, int]) -> None:
         """Give the other replicas the children that replica 0's module got and lost without the facade."""
