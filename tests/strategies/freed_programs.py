@@ -39,7 +39,7 @@ def left_by(program: str, devices: list[str] | None, folder: str) -> list[str]:
 def living() -> list[object]:
     """Return the living models, optimizers, schedulers and strategies."""
     gc.collect()
-    return [obj for obj in gc.get_objects() if isinstance(obj, KINDS)]
+    return [obj for obj in gc.get_objects() if issubclass(type(obj), KINDS)]
 
 
 def _nested(strategy: ts.Strategy, folder: Path) -> None:
