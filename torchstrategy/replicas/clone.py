@@ -205,6 +205,8 @@ class ReplicaSet:
                     self._copy_slot(mirror, slot, before, now)
                 tensors.accept_changes()
                 tensors.push_belongings(self.values_for)
+        for mirror in mirrors:  # when none compares any more: several may hold a container
+            mirror.hide_facades()
         for optimizers in self.optimizers():  # after the modules, whose parameters may be new
             self._copy_groups(optimizers)
 

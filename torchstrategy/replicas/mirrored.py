@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, members_held, snapshot
+from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, snapshot
 from torchstrategy.replicas.record import recorded_classes
 
 __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
@@ -72,6 +73,8 @@ class Mirror:
         self.held: dict[str, list[Any]] = {}
         #: Those that were there since the last run: the program may hold replica 0's objects behind them only.
         self._held_before: list[Any] = []
+        #: Lists, dicts and keys where facades are in the place of replica 0's own objects.
+        self._shown: list[tuple[Any, Any, Any]] = []
 
     def note_access(self, name: str) -> None:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
@@ -96,23 +99,21 @@ class Mirror:
     def _show_facades(self, name: str) -> None:
         """Put facades into the containers in an attribute of replica 0, in the place of its own objects behind them.
 
-        A metric's result, for example, is that of all replicas. For compilers, its own objects are back in a run.
+        A metric's result, for example, is that of all replicas.
         """
-        self._exchange(name, self.shown)
+        for members, key, member in _places_in(self.bodies[0].__dict__.get(name)):
+            facade = self.shown(name, member)
+            if facade is not member:
+                members[key] = facade
+                self._shown.append((members, key, facade))
 
-    def _exchange(self, name: str, other: Callable[[str, Any], Any]) -> None:
-        classes = recorded_classes()
-        for item in members_held(self.bodies[0].__dict__.get(name), (), classes):
-            if type(item) in SCALARS or isinstance(item, (type, Tensor, *classes)):
-                continue
-            members = item if isinstance(item, dict) else getattr(item, "__dict__", None)
-            if isinstance(item, list):
-                members = dict(enumerate(item))
-            if not isinstance(members, dict):
-                continue
-            for key, member in list(members.items()):
-                if (new := other(name, member)) is not member:
-                    (item if isinstance(item, list) else members)[key] = new
+    def hide_facades(self) -> None:
+        """Put replica 0's own objects back when all changes are pushed: compilers must not meet facades."""
+        shown, self._shown = self._shown, []
+        for members, key, facade in shown:
+            with contextlib.suppress(LookupError):
+                if members[key] is facade:
+                    members[key] = resolve(facade)
 
     def shown(self, name: str, value: Any) -> Any:
         """Return the facade of an object that an attribute holds, of another value the value."""
@@ -121,9 +122,6 @@ class Mirror:
             if mirror is not None and mirror.bodies[0] is value:
                 return obj
         return value
-
-    def _hidden(self, name: str, value: Any) -> Any:
-        return resolve(value) if any(obj is value for obj in self.held[name]) else value
 
     def release(self, name: str) -> None:
         """Let go of an attribute's facades when the next run starts."""
@@ -163,8 +161,6 @@ class Mirror:
                 if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
                     value.data = first.detach().to(value.device, copy=True)
             self.hold(name, first)
-        for name in seen.keys() & self.held.keys():
-            self._exchange(name, self._hidden)
 
     def _push_children(self, seen: dict[str, int]) -> None:
         """Give the other replicas the children that replica 0's module got and lost without the facade."""
@@ -352,6 +348,31 @@ def opened(obj: Any) -> contextlib.AbstractContextManager[Sequence[Any]]:
     """
     mirror = mirror_of(obj)
     return replicas_of(obj) if mirror is None else contextlib.nullcontext(mirror.bodies)
+
+
+def _places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the lists and dicts in a value, also in attributes of the user's objects, each key, and what is there.
+
+    The library's and torch's objects are not looked into: what they hold is theirs.
+    """
+    closed = (type, types.ModuleType, Tensor, *recorded_classes())
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or type(item) in SCALARS or isinstance(item, closed):
+            continue
+        seen.add(id(item))
+        if isinstance(item, (tuple, set, frozenset)):
+            waiting += item
+            continue
+        is_users = type(item).__module__.partition(".")[0] not in ("torch", "torchstrategy")
+        members = item if isinstance(item, (list, dict)) else getattr(item, "__dict__", None) if is_users else None
+        if not isinstance(members, (list, dict)):
+            continue
+        for key, member in list(enumerate(members) if isinstance(members, list) else members.items()):
+            yield members, key, member
+            waiting.append(member)
 
 
 def resolve(obj: Any) -> Any:
