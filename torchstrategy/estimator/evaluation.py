@@ -44,9 +44,8 @@ def predict_with_model(
     """Yield predictions as NumPy arrays."""
     with training_nothing():
         strategy = plain_strategy()
-    with seeded(
-        definition.config.tf_random_seed, strategy
-    ):  # a generator's caller has its own random numbers meanwhile
+    # A generator's caller has its own random numbers meanwhile.
+    with seeded(definition.config.tf_random_seed, strategy):
         batches = open_batches(input_fn, definition, strategy, ModeKeys.PREDICT, is_distributed=False)
         example = batches.example()
         path = checkpoint_path or find_checkpoint(strategy, definition.model_dir, "predict")
