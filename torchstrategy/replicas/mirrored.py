@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import weakref
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,7 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, snapshot
-from torchstrategy.replicas.record import recorded_classes
+from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, places_in, snapshot
 
 __all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
 
@@ -101,7 +99,7 @@ class Mirror:
 
         A metric's result, for example, is that of all replicas.
         """
-        for members, key, member in _places_in(self.bodies[0].__dict__.get(name)):
+        for members, key, member in places_in(self.bodies[0].__dict__.get(name)):
             facade = self.shown(name, member)
             if facade is not member:
                 members[key] = facade
@@ -109,8 +107,8 @@ class Mirror:
 
     def hide_facades(self) -> None:
         """Put replica 0's own objects back when all changes are pushed: compilers must not meet facades."""
-        shown, self._shown = self._shown, []
-        for members, key, facade in shown:
+        while self._shown:
+            members, key, facade = self._shown.pop()
             with contextlib.suppress(LookupError):
                 if members[key] is facade:
                     members[key] = resolve(facade)
@@ -138,7 +136,7 @@ class Mirror:
         self.hooks.push(self.replicas.values_for)
         if self._seen:
             self._push_attributes()
-        self._held_before = []
+        self._held_before.clear()
 
     def _push_attributes(self) -> None:
         state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
@@ -348,31 +346,6 @@ def opened(obj: Any) -> contextlib.AbstractContextManager[Sequence[Any]]:
     """
     mirror = mirror_of(obj)
     return replicas_of(obj) if mirror is None else contextlib.nullcontext(mirror.bodies)
-
-
-def _places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield the lists and dicts in a value, also in attributes of the user's objects, each key, and what is there.
-
-    The library's and torch's objects are not looked into: what they hold is theirs.
-    """
-    closed = (type, types.ModuleType, Tensor, *recorded_classes())
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or type(item) in SCALARS or isinstance(item, closed):
-            continue
-        seen.add(id(item))
-        if isinstance(item, (tuple, set, frozenset)):
-            waiting += item
-            continue
-        is_users = type(item).__module__.partition(".")[0] not in ("torch", "torchstrategy")
-        members = item if isinstance(item, (list, dict)) else getattr(item, "__dict__", None) if is_users else None
-        if not isinstance(members, (list, dict)):
-            continue
-        for key, member in list(enumerate(members) if isinstance(members, list) else members.items()):
-            yield members, key, member
-            waiting.append(member)
 
 
 def resolve(obj: Any) -> Any:

@@ -15,7 +15,7 @@ import io
 import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,11 @@ __all__ = [
     "belongings_of",
     "copy_parameter_hooks",
     "differ",
+    "is_of_library",
     "is_plain",
     "members_held",
     "own_hook",
+    "places_in",
     "push_belongings",
     "recorded_in",
     "snapshot",
@@ -106,13 +108,15 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) and all(is_plain(item) for item in value)
 
 
-def members_held(value: Any, known: Container[int], not_entered: tuple[type, ...] = ()) -> list[Any]:
+def members_held(
+    value: Any, known: Container[int] = (), is_closed: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
     """Return a value and what its attributes and containers hold, however deep.
 
     Args:
         value: the value.
         known: ids of objects that are left out.
-        not_entered: classes whose instances are not looked into, besides modules, tensors and the like.
+        is_closed: says whether an object is not looked into; modules, tensors and the like never are.
     """
     seen: dict[int, Any] = {}
     waiting = [value]
@@ -121,7 +125,7 @@ def members_held(value: Any, known: Container[int], not_entered: tuple[type, ...
         if id(item) in seen or id(item) in known:
             continue
         seen[id(item)] = item
-        if isinstance(item, (*_NOT_ENTERED, *not_entered)):
+        if isinstance(item, _NOT_ENTERED) or is_closed(item):
             continue
         if isinstance(item, Mapping):
             waiting += [*item.keys(), *item.values()]
@@ -138,8 +142,37 @@ def members_held(value: Any, known: Container[int], not_entered: tuple[type, ...
 
 def recorded_in(value: Any) -> list[Any]:
     """Return the objects of the classes that a scope records which a value is or holds, however deep."""
-    classes = recorded_classes()
-    return [] if is_plain(value) else [obj for obj in members_held(value, (), classes) if isinstance(obj, classes)]
+    if is_plain(value):
+        return []
+    return [obj for obj in members_held(value, is_closed=is_recorded) if is_recorded(obj)]
+
+
+def is_recorded(value: Any) -> bool:
+    """Say whether a value is of a class whose objects a scope records."""
+    return isinstance(value, recorded_classes())
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the lists and dicts in a value, also in attributes of the user's objects, each key, and what is there.
+
+    The library's and torch's objects are not looked into: what they hold is theirs.
+    """
+
+    def is_closed(item: Any) -> bool:
+        return is_recorded(item) or is_of_library(item)
+
+    for item in members_held(value, is_closed=is_closed):
+        members = item if isinstance(item, (list, dict)) else None
+        if members is None and not isinstance(item, _NOT_ENTERED) and not is_closed(item):
+            members = getattr(item, "__dict__", None)
+        if isinstance(members, (list, dict)):
+            for key, member in list(enumerate(members) if isinstance(members, list) else members.items()):
+                yield members, key, member
+
+
+def is_of_library(value: Any) -> bool:
+    """Say whether a value is of a class of this library or of torch."""
+    return type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")
 
 
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")

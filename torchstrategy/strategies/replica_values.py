@@ -31,6 +31,7 @@ from torchstrategy.collectives.reductions import check_gather_axis, gather, redu
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
 from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.mirrored import mirror_of
+from torchstrategy.replicas.object_hooks import is_of_library
 from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
@@ -103,7 +104,7 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
 
 def _is_of_another(value: Any) -> bool:
     """Say whether an object is a library's, or stands for one of each replica."""
-    return mirror_of(value) is not None or type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")
+    return mirror_of(value) is not None or is_of_library(value)
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:
