@@ -280,6 +280,16 @@ def test_a_busy_process_of_another_host_is_not_taken_for_a_stopped_one(connect, 
     assert [node.lost for node in nodes[:2]] == [[], []]
 
 
+def test_who_waits_for_word_of_a_loss_is_connected_until_it_comes(connect):
+    """Else a rank that notices first that the only other one's link broke would not learn that it has died."""
+    one, other = connect((0, 0))
+    connected = []
+    one.plane._on_lost = lambda rank, *, closed: connected.append(one.plane.is_connected)
+    other.die()
+    until(lambda: not one.plane.is_connected)
+    assert connected == [True]
+
+
 @pytest.mark.parametrize("how", ["closed", "silent"])
 def test_a_loss_is_passed_on_before_what_follows_from_it_here(connect, monkeypatch, how):
     """The leader's program may end at once; who heard of that first would take the leader for the cause."""

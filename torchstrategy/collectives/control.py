@@ -357,11 +357,11 @@ class ControlPlane:
             if connection is not None:
                 self._selector.unregister(connection)
         peer.close()
-        self._peers.pop(peer.rank, None)
         self._notices.drop(peer.rank)
         if peer.rank not in self._left and not self._stop:
             self.post("lost", [peer.rank, True])  # first: this process's program may leave as soon as it knows
             self._on_lost(peer.rank, closed=True)
+        self._peers.pop(peer.rank, None)  # last: who waits for word of it waits while there is a peer
 
     def _find_silent(self, now: float) -> None:
         for peer in self._peers.values():
