@@ -1,5 +1,7 @@
 """The library is not cut finer than it is, as ``python -m tests.house`` counts it; lower a limit with its number."""
 
+import re
+
 from tests import house
 
 
@@ -11,3 +13,10 @@ def test_counts():
     assert found["files that one other imports"] <= 87
     assert found["files of at most 60 lines"] <= 12
     assert len(found["files of more than 400 lines"]) <= 14, found["files of more than 400 lines"]
+
+
+def test_a_snapshot_of_a_dict_is_a_copy():
+    """Up to Python 3.11 garbage is collected amid ``list(dict.items())``, and what is collected may change the dict."""
+    for file in sorted((house.ROOT / "torchstrategy").rglob("*.py")):
+        found = re.findall(r"\bin list\([\w.]+\.items\(\)\)", file.read_text(encoding="utf-8"))
+        assert not found, f"{file}: {found[0]}: write `.copy().items()`, which nothing interrupts"

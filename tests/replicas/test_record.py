@@ -1,6 +1,8 @@
 """What a scope records, and that nothing of it is left when the scope closes."""
 
 import gc
+import sys
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import torchstrategy as ts
+from torchstrategy.replicas import record
 from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
 
@@ -183,3 +186,36 @@ def test_replicate_twice_records_once(strategy):
     assert strategy.replicate(thing) is thing
     assert len(list(strategy.record)) == 1
     assert owner(thing) is strategy
+
+
+def test_a_strategy_that_is_collected_while_a_scope_ends_does_not_disturb_it():
+    """Python 3.11 collects garbage amid ``list(dict.items())``, whose items are new tuples."""
+    gc.collect()
+    before, amid, kept = constructors(), [], []
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    def collected(_):
+        amid.append(sys._getframe().f_back.f_code is record._restore.__code__)
+        if sum(amid) == 4:  # the first times, what makes the snapshot is made
+            record._restore()
+        arm()
+
+    def arm():
+        kept.append(weakref.ref(Cycle(), collected))
+
+    thresholds = gc.get_threshold()
+    record.start_recording()
+    tuples = [(number, number) for number in range(5000)]  # Python keeps some that are free
+    arm()
+    gc.set_threshold(1)
+    try:
+        record.stop_recording()
+    finally:
+        gc.set_threshold(*thresholds)
+        kept.clear()
+    assert any(amid)
+    assert tuples
+    assert constructors() == before

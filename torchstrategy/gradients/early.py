@@ -251,5 +251,5 @@ class EarlySums:
 
 @atexit.register
 def _leave_all() -> None:
-    for early in _all:
+    for early in list(_all):
         early.leave()

@@ -300,7 +300,7 @@ class GradientLedger:
                         self._hear(None, ends_run=True)
                 finally:
                     self._num_runs -= 1
-            self._keep_fingerprints([note for note in self._unused if note.fingerprint is None])
+            self._keep_fingerprints([note for note in list(self._unused) if note.fingerprint is None])
 
     def _keep_fingerprints(self, notes: Iterable[Note]) -> None:
         left = [(note, grad) for note in notes if (grad := note.gradient()) is not None and not is_traced(grad)]

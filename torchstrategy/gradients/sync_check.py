@@ -135,7 +135,7 @@ def check_sync(
         for rank, names in enumerate(counts):
             found.update({name: f"on rank {rank}" for name in names if name not in found})
     if found:
-        shown = "\n".join(f"  {name} differs {text}" for name, text in list(found.items())[:_NUM_SHOWN])
+        shown = "\n".join(f"  {name} differs {text}" for name, text in [*found.items()][:_NUM_SHOWN])
         more = f"\n  and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
         raise DivergenceError(
             f"{len(found)} of {len(holdings[0])} things that all replicas hold alike differ:\n{shown}{more}\nEvery "

@@ -318,7 +318,7 @@ def _forget(outermost: nn.Module) -> None:
 
 
 def _forget_on(device_type: str) -> None:
-    for module, values in list(_added.items()):
+    for module, values in _added.copy().items():
         if any(value.device.type == device_type for value in values):
             _added.pop(module, None)
 

@@ -150,7 +150,7 @@ class ServedHosting(DirectHosting):
     def send_changes(self) -> None:
         """Tell the servers what the program changed: values that it wrote, and hyper-parameters."""
         self._strategy.bindings.write_back(self._strategy.bindings.by_id.values())
-        for number, link in list(self._links.items()):
+        for number, link in self._links.copy().items():
             if link.is_needed:
                 link.send_changes()
             else:

@@ -99,7 +99,7 @@ class Held:
         Requests that are being answered are waited for, so what parts have of a change already has a reply.
         """
         remembered = []
-        for key, answering in list(self._answering.items()):
+        for key, answering in self._answering.copy().items():
             with answering:
                 if key in self._replies:
                     remembered.append((key, self._replies[key]))
@@ -119,7 +119,7 @@ class Held:
         """Remember the replies to a client that was lost for a while, in which it may come back."""
         now = time.monotonic()
         self._lost[client] = now
-        old = {client for client, since in list(self._lost.items()) if now - since > _REMEMBERED_S}
+        old = {client for client, since in self._lost.copy().items() if now - since > _REMEMBERED_S}
         for client in old:
             self._lost.pop(client, None)
         for key in [key for key in list(self._replies) if key[0] in old]:

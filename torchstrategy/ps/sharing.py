@@ -192,7 +192,7 @@ class SharedValues:
 
     def _living(self) -> list[_Place]:
         """Return the places of what the program still has, at the tensors that it has now."""
-        for key, place in list(self._places.items()):
+        for key, place in self._places.copy().items():
             first = place.first
             if first is None:
                 del self._places[key]

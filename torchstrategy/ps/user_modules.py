@@ -78,7 +78,7 @@ def _user_modules(_: int) -> list[types.ModuleType]:
     installed |= {*site.getsitepackages(), site.getusersitepackages()}
     own = str(Path(__file__).parents[1])
     found = []
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         file = getattr(module, "__file__", None)
         if name == "__main__" or not isinstance(module, types.ModuleType) or not isinstance(file, str):
             continue

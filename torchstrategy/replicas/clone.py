@@ -301,7 +301,7 @@ class ReplicaSet:
         first = self._devices[0]
         for body, device in list(zip(own, self._devices, strict=True))[1:]:
             if device != first:
-                for name, value in list(body.__dict__.items()):
+                for name, value in body.__dict__.copy().items():
                     if isinstance(value, torch.device) and value == first:
                         body.__dict__[name] = device
 

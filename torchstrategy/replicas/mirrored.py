@@ -198,7 +198,7 @@ class Mirror:
 
     def known_on(self, local_id: int) -> dict[int, Tensor]:
         """Return a replica's counterparts of replica 0's tensors by their ids."""
-        living = [(key, reference(), others) for key, (reference, others) in list(self.known.items())]
+        living = [(key, reference(), others) for key, (reference, others) in self.known.copy().items()]
         return {key: others[local_id - 1] if local_id else t for key, t, others in living if t is not None}
 
     def counterparts(self, tensor: Tensor) -> tuple[Tensor, ...] | None:

@@ -290,7 +290,7 @@ _watching = patches.WhileUsed(_watch)
 
 def _restore() -> None:
     """Put back what nobody needs replaced any more."""
-    for key, original in list(_originals.items()):
+    for key, original in _originals.copy().items():
         cls, name = key
         if _is_watching and name == "__init__" and issubclass(cls, _WATCHED):
             continue

@@ -94,7 +94,7 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
         with suppress(ValueError):  # it is empty
             found[name] = cell.cell_contents
-    for name, value in list(found.items()):
+    for name, value in found.copy().items():
         if type(value) is dict:
             found |= {f"{name}[{key!r}]": member for key, member in value.items()}
         elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):

@@ -142,7 +142,7 @@ class SpmdMetrics:
         self._kept[id(metric)] = _Kept(metric, [0] + [-metric._update_count] * (self._num_local - 1))
         metric._device = self._runtime.device
         others = self._num_local - 1
-        for key, value in list(metric.__dict__.items()):
+        for key, value in metric.__dict__.copy().items():
             default = metric._defaults.get(key)
             if isinstance(default, Tensor) and isinstance(value, Tensor):
                 self._write(metric.__dict__, key, [value.cpu(), *[default.cpu()] * others])

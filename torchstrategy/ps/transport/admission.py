@@ -136,7 +136,7 @@ class Admission:
         self._waiting.append(_Hello(identity, message, host))
 
     def _drop_client(self, client: str) -> None:
-        for identity, session in list(self._sessions.items()):
+        for identity, session in self._sessions.copy().items():
             if session.hello["client"] == client:
                 self._drop(identity, "its client has connected anew")
 

@@ -73,7 +73,7 @@ class BufferPool:
         return sum(block.nbytes for block in list(self._idle.values()))
 
     def _take(self, num_bytes: int) -> _Block:
-        for key, block in list(self._idle.items()):
+        for key, block in self._idle.copy().items():
             if block.nbytes == num_bytes and self._idle.pop(key, None) is not None:
                 return block
         return np.empty(num_bytes, np.uint8)

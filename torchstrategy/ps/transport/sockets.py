@@ -113,7 +113,7 @@ def close_sockets(ports: Mapping[int, int]) -> None:
         ports: by descriptor the port of either end, by which it is known: the number may stand for something else by
             now, which is left alone.
     """
-    for descriptor, port in list(ports.items()):
+    for descriptor, port in dict(ports).items():
         with contextlib.suppress(OSError):  # closed, or no socket
             found = socket.socket(fileno=descriptor)
             if port in (_port(found.getsockname), _port(found.getpeername)):
