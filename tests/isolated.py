@@ -3,8 +3,9 @@
 What one test imports can't help another file's: a number that depends on what the program has imported shows. The
 processes are forked from one that has imported torch and pytest, ``torchstrategy`` as ``conftest.py`` does before any
 test, and matplotlib, which the library never looks for, several at a time, so each is there in milliseconds; collecting
-stays as cheap as with one process. Pools of processes, and programs that tests start warm, come from one server, which
-all files share. The library's own examples run with those of their folder, in one process.
+stays as cheap as with one process. Files that speak of metrics come last, when it has imported torchmetrics for them.
+Pools of processes, and programs that tests start warm, come from one server, which all files share. The library's own
+examples run with those of their folder, in one process.
 
 All further arguments are pytest's, such as paths, ``-m slow`` or ``-k name``. A plain ``pytest`` runs the same tests.
 """
@@ -23,6 +24,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -48,6 +50,8 @@ FOLDERS = ("tests", "torchstrategy")
 LIBRARY = "torchstrategy"
 #: What every program that starts processes imports (torch's at an optimizer's first step), or ``compile``, or a test.
 PRELOADED = ["torch._dynamo", "tests.quick_exit", LIBRARY, "torchmetrics", "hydra", "pytest"]
+#: A package whose import costs more than most files, and what is in the files whose tests import it anyway.
+LATE, NEEDS_LATE = "torchmetrics", re.compile(r"metrics\b|\.fit\(|[Ee]stimator")
 #: The only one of the installed plugins of pytest, for which no process has to look, and those of its own left out.
 PLUGINS = ["pytest_timeout"]
 LEFT_OUT = [
@@ -129,7 +133,7 @@ def main(arguments: list[str]) -> int:
     paths = [argument for argument in rest if Path(argument.partition("::")[0]).exists()]
     to_pytest = [*LEFT_OUT, "-q", *(["-m", options.markers] if options.markers else [])]
     to_pytest += [argument for argument in rest if argument not in paths]
-    groups = sorted(groups_of(files_of(paths or FOLDERS, options.markers)), key=lambda files: -sum(map(_size, files)))
+    groups = sorted(groups_of(files_of(paths or FOLDERS, options.markers)), key=_order)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has taken from what runs beside it
     _start_server()
     budget.is_enforced = True
@@ -190,8 +194,13 @@ def groups_of(files: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _size(file: str) -> int:
-    return Path(file.partition("::")[0]).stat().st_size
+def _order(files: Sequence[str]) -> tuple[bool, int]:
+    text = _text(files)
+    return NEEDS_LATE.search(text) is not None, -len(text)  # the last ones should be short
+
+
+def _text(files: Sequence[str]) -> str:
+    return "".join(Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files)
 
 
 def _start_server() -> None:
@@ -267,6 +276,10 @@ def _run_all(groups, to_pytest, num_jobs, folder):
 
 
 def _start(files, to_pytest, selector, folder):
+    if LATE not in sys.modules and NEEDS_LATE.search(_text(files)):
+        importlib.import_module(LATE)
+        gc.collect()
+        gc.freeze()
     read, write = os.pipe()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
     sys.stdout.flush()
@@ -287,7 +300,7 @@ def _be_a_group(files, to_pytest, connection, output, folder):
         os.dup2(output.fileno(), 2)
         # The server is another process's child, which `ensure_running` can't wait for.
         forkserver._forkserver.ensure_running = lambda: None
-        text = "".join(Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files)
+        text = _text(files)
         names = [*PLUGINS, "_hypothesis_pytestplugin"] if "hypothesis" in text else PLUGINS  # a dear import
         plugins = [Outcomes(connection, ">>>" in text), *map(importlib.import_module, names)]
         status = pytest.main([*to_pytest, *files], plugins=plugins)
