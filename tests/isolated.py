@@ -234,7 +234,8 @@ def _lighten() -> None:
         importlib.import_module("matplotlib.pyplot")  # torchmetrics does, where it is installed
     with contextlib.redirect_stdout(io.StringIO()):  # pytest's own plugins
         pytest.main([*LEFT_OUT, "--noconftest", "-c", os.devnull, "--collect-only", "conf"])
-    for name in (*PLUGINS, "tomllib", "tests.quick_exit", LIBRARY):  # the second reads pytest's settings
+    reader = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # of pytest's settings
+    for name in (*PLUGINS, reader, "tests.quick_exit", LIBRARY):
         importlib.import_module(name)
     for logger in logging.root.manager.loggerDict.values():
         logger.propagate = True
