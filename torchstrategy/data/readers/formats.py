@@ -19,7 +19,7 @@ from torchstrategy.data.readers.reading import (
     reading_error,
     to_value,
 )
-from torchstrategy.errors import DataLossError, InvalidArgumentError
+from torchstrategy.errors import DataLossError, InvalidArgumentError, UnimplementedError
 
 __all__ = ["parquet", "tar", "text_lines"]
 
@@ -229,6 +229,7 @@ def parquet(
         NotFoundError: there is no such file.
         DataLossError: it is damaged, no parquet file, or has fewer than ``start`` rows.
         InvalidArgumentError: it lacks one of the ``columns``, there are none, or ``batch_rows`` is not positive.
+        UnimplementedError: pyarrow is older than 26, and some lists of a fixed length are missing.
 
     Example:
         >>> import pyarrow, pyarrow.parquet, tempfile
@@ -259,6 +260,11 @@ def parquet(
             try:
                 batch = next(batches, None)
             except errors as error:
+                if "lists to be of size" in str(error):
+                    text = (
+                        f"{name} has lists of a fixed length of which some are missing, which pyarrow reads from 26 on."
+                    )
+                    raise UnimplementedError(f"{text} This is pyarrow {arrow.__version__}.") from error
                 raise reading_error(error, name, number) from error
             if batch is None:
                 break
