@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
+import unicodedata
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -220,7 +221,8 @@ def _start_server() -> None:
 
 def _fill_caches() -> None:
     """Have hypothesis make its tables of characters in a clean checkout: seconds that are in no test's budget."""
-    if not (ROOT / ".hypothesis" / "unicode_data").exists():  # in another process: pytest must see its plugin first
+    tables = ROOT / ".hypothesis" / "unicode_data" / unicodedata.unidata_version  # of this Python
+    if not tables.exists():  # in another process: pytest must see its plugin first
         program = "import hypothesis; hypothesis.find(hypothesis.strategies.text(), lambda _: True)"
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

@@ -236,7 +236,7 @@ def rolls(size, store=None):
     for rank in range(size):
         made.append(Roll(rank, size))
         made[-1].join(own, "127.0.0.1")
-    until(lambda: len(made[0]._members) == size - 1)
+    until(lambda: len(made[0]._members) == size - 1 and all(roll._connection is not None for roll in made[1:]))
     yield made
     for roll in reversed(made):
         roll.leave()

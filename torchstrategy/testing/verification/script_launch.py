@@ -227,7 +227,7 @@ class KeptFiles:
             path = args[position]
             if not isinstance(path, (str, bytes, os.PathLike)):
                 return  # an open file, which was kept when it was opened
-            if folder is not None and args[folder] not in (None, -1):
+            if folder is not None and folder < len(args) and args[folder] not in (None, -1):
                 return  # by shutil.rmtree, which has told of the whole tree
             paths.append(os.fsdecode(path))
         if event in {"os.rename", "shutil.rmtree"}:
