@@ -168,3 +168,15 @@ def test_strategies_datasets_and_contexts_say_what_they_are(strategy):
     assert repr(dataset).endswith(": for 2 replicas on cpu:0, cpu:1>")
     contexts = strategy.run(lambda: repr(ts.get_replica_context()))
     assert contexts.values[1].endswith(": replica 1 of 2 on cpu:1>")
+
+
+def test_a_progress_bar_around_a_dataset_is_no_line_of_the_program():
+    source = "def bar(calls):\n    for call in calls:\n        yield call()\n"
+    bars: dict[str, object] = {}
+    exec(compile(source, "/env/lib/python3.11/site-packages/tqdm/std.py", "exec"), bars)
+    own: dict[str, object] = {}
+    exec(compile(source, "/home/me/batches.py", "exec"), own)
+    with_bar, without = (next(make([log.call_site])) for make in (bars["bar"], lambda calls: (c() for c in calls)))
+    assert with_bar.startswith("test_log.py:")
+    assert with_bar.partition(" ")[0] == without.partition(" ")[0]  # the chief alone may have a bar
+    assert next(own["bar"]([log.call_site])) == "batches.py:3 (bar)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import opcode
 import os
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
@@ -75,13 +76,18 @@ def call_site() -> str:
 
 
 def users_frame() -> CallSite:
-    """Return the innermost frame outside this library and torch."""
+    """Return the innermost frame outside this library and torch, and of no progress bar around a dataset."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename) and not _is_bar(frame.f_code):
             return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return CallSite("", 0, "")
+
+
+def _is_bar(code: CodeType) -> bool:
+    """Say whether a call is a generator of an installed package, such as tqdm's, with which the chief may be alone."""
+    return bool(code.co_flags & inspect.CO_GENERATOR) and "-packages" in code.co_filename
 
 
 @functools.lru_cache(maxsize=1024)
