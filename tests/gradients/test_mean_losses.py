@@ -66,6 +66,7 @@ MEANS = {
     "a list of means": lambda z, y: sum([F.mse_loss(z, one_hot(y)), F.l1_loss(z, one_hot(y))]),
     "another dtype": lambda z, y: F.mse_loss(z, one_hot(y)).float(),
     "another shape": lambda z, y: F.mse_loss(z, one_hot(y)).view(1),
+    "an average of means": lambda z, y: (F.mse_loss(z, one_hot(y)) + F.l1_loss(z, one_hot(y))) / 2,
     "beside a right one": lambda z, y: right(z, y) + F.mse_loss(z, one_hot(y)),
 }
 
@@ -100,6 +101,9 @@ RIGHT = {
     "a sum": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
     "a sum of means of examples": lambda z, y: (z - one_hot(y)).square().mean(1).sum(),
     "over the number of replicas": lambda z, y: F.cross_entropy(z, y) / ts.get_strategy().num_replicas_in_sync,
+    "over their number and that of backward passes": lambda z, y: (
+        F.cross_entropy(z, y) / ts.get_strategy().num_replicas_in_sync / 4
+    ),
     "times its inverse": lambda z, y: F.cross_entropy(z, y) * (1 / ts.get_strategy().num_replicas_in_sync),
     "a counted sum": all_reduced,
     "times the share": share_of_the_batch,
@@ -158,6 +162,17 @@ def test_what_takes_the_mean_is_named():
         assert text in message
     ((message, *_),) = warnings_of(cpu_devices(2), MEANS["a sum over the size"])
     assert "a sum over 5, the number of its elements" in message
+
+
+def test_an_average_over_backward_passes_is_none_over_replicas():
+    def four_times(loss):
+        for _ in range(4):
+            loss.backward(retain_graph=True)
+
+    for divisor, num_warnings in ((4, 1), (1, 1), (3, 0), (12, 0)):
+        found = warnings_of(cpu_devices(3), lambda z, y, by=divisor: F.cross_entropy(z, y) / by, backward=four_times)
+        assert len(found) == num_warnings
+    assert warnings_of(cpu_devices(3), RIGHT["over the number of replicas"], backward=four_times) == []
 
 
 def test_one_replica_does_not_warn():

@@ -3,11 +3,10 @@
 Gradients are added up over replicas, so such a step is N times as large as one replica's. What counts is what the loss
 is, not how the program calls it: the graph of the scalar that ``backward`` or ``grad`` starts from is followed through
 scalar operations to where a mean is taken, by torch's losses, by ``mean``, or as a sum over the number of its elements,
-divided before or after it is made.
-Any division above it, and any factor that is a replica's part of the batch, counts as meant.
+divided before or after it is made. Any factor that is a replica's part of the batch counts as meant, and any division
+but by the number of means that are added up, in the loss or over the backward passes of an accumulation.
 
-A term of parameters only, such as a penalty on weights, is looked for beside others in a sum. Replica 0 may
-add one for all.
+A term of parameters only, such as a penalty on weights, is looked for beside others; replica 0 may add it for all.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,9 +52,10 @@ _OF_PARAMETERS = (
 
 
 class FoundMean(NamedTuple):
-    """A mean that a backward pass has started from: what takes it, and where ``backward`` or ``grad`` was called."""
+    """A mean that a backward pass has started from: what takes it, divides it, and where ``backward`` was called."""
 
     name: str
+    divisor: float
     site: CallSite
 
 
@@ -65,6 +66,7 @@ class MeanLossCheck:
         #: In how many further sums losses are looked at.
         self.num_looks = NUM_LOOKS
         self._found: FoundMean | None = None
+        self._num_passes: Counter[int] = Counter()  # by replica, since the last sum
         #: By replica, by what terms of parameters only are multiplied, and where.
         self._terms: dict[int, tuple[float, CallSite]] = {}
         #: The gradients of means that ``torch.autograd.grad`` has returned: the program may assign them.
@@ -79,33 +81,28 @@ class MeanLossCheck:
             context: the replica's.
 
         Returns:
-            The first mean among the outputs that nothing scales.
+            The first mean among the outputs that nothing scales, or that may be of an accumulation.
         """
-        if self.num_looks == 0:
-            return None
         counts = _Counts(context)
         with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
-            for output, grad in zip(outputs, grad_outputs, strict=True):
+            for output, grad in zip(outputs, grad_outputs, strict=True) if self.num_looks else ():
                 node = output.grad_fn if isinstance(output, Tensor) and output.numel() == 1 else None
-                name = None if node is None else _find_mean(node, counts)
-                if name is not None and _is_one(grad):
-                    return FoundMean(name, users_frame())
+                mean = None if node is None else _find_mean(node, counts)
+                if mean is not None and _is_one(grad):
+                    return FoundMean(*mean, users_frame())
         return None
 
     def before_backward(self, outputs: Iterable[Any], grad_outputs: Iterable[Tensor | None], context: Any) -> None:
         """Look at what a replica is about to differentiate by ``backward``; ``find`` has the arguments."""
+        self._num_passes[context._replica_id] += 1
+        outputs, grad_outputs = list(outputs), list(grad_outputs)
         if self.num_looks == 0 or self._found is not None:
             return
-        outputs, grad_outputs = list(outputs), list(grad_outputs)
         self._found = self.find(outputs, grad_outputs, context)
-        if (
-            len(outputs) == 1
-            and isinstance(outputs[0], Tensor)
-            and outputs[0].numel() == 1
-            and _is_one(grad_outputs[0])
-        ):
+        only = outputs[0] if len(outputs) == 1 else None
+        if isinstance(only, Tensor) and only.numel() == 1 and _is_one(grad_outputs[0]):
             with _disable_current_modes():
-                factor = _factor_of_parameters(outputs[0].grad_fn, _Counts(context))
+                factor = _factor_of_parameters(only.grad_fn, _Counts(context))
             if factor is not None:
                 self._terms[context._replica_id] = factor, users_frame()
 
@@ -125,13 +122,14 @@ class MeanLossCheck:
         self.num_looks = max(0, (NUM_LOOKS if is_new else self.num_looks) - 1)
         found, self._found = self._found, None
         terms, self._terms = self._terms, {}
+        num_passes, self._num_passes = max(self._num_passes.values(), default=0), Counter()
         computed, self._computed = self._computed, []
         if computed and found is None:
             summed = {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
             found = next((mean for reference, mean in computed if id(reference()) in summed), None)
         if is_edited or any(_has_hooks(parameter) for parameter in parameters):
             return
-        if found is None:
+        if found is None or found.divisor not in {1, num_passes}:
             self._warn_of_terms(terms)
             return
         warn_once_at(
@@ -168,6 +166,7 @@ class _Counts:
         self._num_replicas = context.num_replicas_in_sync
         # What the library divides by may happen to be the size of a tensor.
         self._looks_at_sizes = not context.has_scaled_losses
+        self._looks_at_divisors = self._looks_at_sizes and not context._scaled_losses
         self._totals: set[float] = {self._num_replicas}
         self.factors = {1.0 / self._num_replicas}
         shares, num_own = context.batch_shares, context._num_own_examples
@@ -179,6 +178,11 @@ class _Counts:
         """Say whether a factor may be a replica's part of the batch."""
         return any(math.isclose(number, factor, rel_tol=1e-5) for factor in self.factors)
 
+    def may_average(self, number: float | None) -> bool:
+        """Say whether a divisor may be a number of means, and is none by which a program scales to the global batch."""
+        is_count = number is not None and number >= 1 and number.is_integer()
+        return is_count and self._looks_at_divisors and number not in self._totals
+
     def is_own_size(self, number: float, sizes: Sequence[int]) -> bool:
         """Say whether a divisor is the number of elements of a replica's own tensor, along its first axes."""
         if not self._looks_at_sizes or not sizes or number <= 1:
@@ -188,19 +192,24 @@ class _Counts:
         return any(number == math.prod(sizes[: k + 1]) for k in range(len(sizes)))
 
 
-def _find_mean(root: Any, counts: _Counts) -> str | None:
-    """Return what takes a mean that nothing scales, in the graph of a scalar."""
-    seen, waiting = {root}, [root]
+def _find_mean(root: Any, counts: _Counts) -> tuple[str, float] | None:
+    """Return what takes a mean in the graph of a scalar, and by what this is divided, 1 if it is one of as many."""
+    seen, waiting, divided = {root}, [(root, 1.0)], []
     while waiting and len(seen) < _MAX_NODES:
-        node = waiting.pop()
+        node, divisor = waiting.pop()
         name = _mean_of(node, counts)
         if name is not None:
-            return name
+            if divisor == 1:
+                return name, 1
+            divided.append((name, divisor))
+            continue
+        if node.name().startswith("DivBackward"):
+            divisor *= _number(node, "_saved_other") or math.nan
         for child in _below(node, counts):
             if child not in seen:
                 seen.add(child)
-                waiting.append(child)
-    return None
+                waiting.append((child, divisor))
+    return next(((name, 1 if len(divided) == divisor else divisor) for name, divisor in divided), None)
 
 
 def _factor_of_parameters(root: Any, counts: _Counts) -> float | None:
@@ -214,10 +223,8 @@ def _factor_of_parameters(root: Any, counts: _Counts) -> float | None:
         children = [child for child, _ in node.next_functions if child is not None]
         is_scaled = _is_scaled_here(node, counts)
         if is_scaled or not (node.name().startswith(_ADDS) or (len(children) == 1 and node.name().startswith(_KEEPS))):
-            if not is_scaled and _is_of_parameters(node):
-                factor = scale
-            else:
-                has_others = True
+            is_term = not is_scaled and _is_of_parameters(node)
+            factor, has_others = scale if is_term else factor, has_others or not is_term
             continue
         if node.name().startswith("MulBackward"):
             number = _number(node, "_saved_other")
@@ -244,21 +251,19 @@ def _is_of_parameters(node: Any) -> bool:
         if node.name().endswith("AccumulateGrad"):
             continue
         children = [child for child, _ in node.next_functions]
-        if not node.name().startswith(_OF_PARAMETERS) or len(seen) > _MAX_NODES:
+        if not node.name().startswith(_OF_PARAMETERS) or (None in children and not _takes_number(node)):
             return False
-        if None in children and not _takes_number(node):
+        if len(seen) > _MAX_NODES:
             return False
-        new = {child for child in children if child is not None} - seen
+        waiting += (new := {*children} - seen - {None})
         seen |= new
-        waiting += new
     return True
 
 
 def _takes_number(node: Any) -> bool:
     """Say whether what an operation of scalars combines with parameters is a number, such as the 0 of a sum."""
-    if not _is_scalar(node):  # asking for saved tensors could compute them anew
-        return False
-    return node.name().startswith(_ADDS) or _number(node, "_saved_other") is not None
+    # asking others than scalars for saved tensors could compute them anew
+    return _is_scalar(node) and (node.name().startswith(_ADDS) or _number(node, "_saved_other") is not None)
 
 
 def _mean_of(node: Any, counts: _Counts) -> str | None:
@@ -268,20 +273,20 @@ def _mean_of(node: Any, counts: _Counts) -> str | None:
         return "mean" if _num_averaged(node) > 1 and not _is_scaled_below(node, counts) else None
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.partition("Backward")[0]).lower()
-    divisor = None
+    divisor = _own_size_below(node, counts) if kind.startswith("SumBackward") else None
     if kind.startswith("DivBackward"):
         number = _number(node, "_saved_other")
         if number is not None and any(counts.is_own_size(number, sizes) for sizes in _sums_below(node, counts)):
             divisor = number
-    elif kind.startswith("SumBackward"):
-        divisor = _own_size_below(node, counts)
     return None if divisor is None else f"a sum over {divisor:g}, the number of its elements"
 
 
 def _below(node: Any, counts: _Counts) -> Iterator[Any]:
     """Yield the scalars that an operation combines, unless it scales them."""
     kind = node.name()
-    if kind.startswith(("DivBackward", *_COLLECTIVES)):
+    if kind.startswith(_COLLECTIVES):
+        return
+    if kind.startswith("DivBackward") and not counts.may_average(_number(node, "_saved_other")):
         return
     if kind.startswith("MulBackward"):
         numbers = [_number(node, name) for name in ("_saved_self", "_saved_other")]
@@ -331,10 +336,9 @@ def _sizes_of_examples(node: Any) -> Iterator[Sequence[int]]:
 def _own_size_below(node: Any, counts: _Counts) -> float | None:
     """Return the number of a replica's own elements by which each of them has been divided before a sum."""
     for _ in range(4):
-        children = [child for child, _ in node.next_functions if child is not None]
-        if len(children) != 1 or not children[0].name().startswith((*_KEEPS, "DivBackward", "SumBackward")):
+        (node, *others) = [child for child, _ in node.next_functions if child is not None] or [node]
+        if others or not node.name().startswith((*_KEEPS, "DivBackward", "SumBackward")):
             return None
-        node = children[0]
         if not node.name().startswith("DivBackward"):
             continue
         number, sizes = _number(node, "_saved_other"), tuple(node._input_metadata[0].shape)
@@ -348,10 +352,9 @@ def _own_size_below(node: Any, counts: _Counts) -> float | None:
 def _is_scaled_below(node: Any, counts: _Counts) -> bool:
     """Say whether what an operation adds up has been divided by one number, or scaled to a part of the batch."""
     for _ in range(4):
-        children = [child for child, _ in node.next_functions if child is not None]
-        if len(children) != 1 or not children[0].name().startswith(("MulBackward", "DivBackward", "NegBackward")):
+        (node, *others) = [child for child, _ in node.next_functions if child is not None] or [node]
+        if others or not node.name().startswith(("MulBackward", "DivBackward", "NegBackward")):
             return False
-        node = children[0]
         number = _number(node, "_saved_other")
         if number is not None and (node.name().startswith("DivBackward") or counts.has_factor(number)):
             return True
@@ -368,18 +371,15 @@ def _num_averaged(node: Any) -> int:
 
 def _is_scalar(node: Any) -> bool:
     """Say whether an operation gives one number; what has no operation above it is a parameter."""
-    if node.name().endswith("AccumulateGrad"):
-        return False
-    return all(math.prod(output.shape) == 1 for output in node._input_metadata)
+    is_parameter = node.name().endswith("AccumulateGrad")
+    return not is_parameter and all(math.prod(output.shape) == 1 for output in node._input_metadata)
 
 
 def _number(node: Any, name: str) -> float | None:
     """Return a number that an operation has kept for its backward pass; ``None`` if it has kept none, or a tensor."""
     value = getattr(node, name, None)
     if isinstance(value, Tensor):
-        if value.numel() != 1 or not _can_be_read(value):
-            return None
-        value = value.detach().item()
+        value = value.detach().item() if value.numel() == 1 and _can_be_read(value) else None
     return float(value) if isinstance(value, (int, float)) else None
 
 
