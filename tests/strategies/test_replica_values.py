@@ -137,6 +137,28 @@ def test_a_counter_is_named_where_it_lets_replicas_part():
         strategy.run(step)
 
 
+def test_a_module_from_outside_that_each_replica_updates_is_warned_of():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match=r"^`average.n_averaged` grew by 2 in one run.*make the object in the scope"):
+        strategy.run(lambda: average.update_parameters(average.module))
+
+
+def test_a_count_of_the_scopes_modules_in_one_from_outside_is_not_warned_of():
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+    both, part = torch.nn.ModuleList([model]), model[0]
+
+    def twice(x):
+        assert part is not both
+        return both[0](model(x))
+
+    for _ in range(3):
+        strategy.run(twice, args=(torch.ones(3, 1),))
+    assert part.num_batches_tracked == 6
+
+
 def test_numbers_that_add_up_over_replicas_or_are_a_modules_are_not_warned_of():
     strategy = ts.MirroredStrategy(cpu_devices(2))
     with strategy.scope():

@@ -81,8 +81,9 @@ def counting(looked_at: Counter[int], fn: Any, count: int) -> Iterator[None]:
                 f"`{name}` grew by {count} in one run, by 1 for each replica of this process. Python's numbers, and "
                 "attributes of objects that were not made in the scope, belong to the process, so what the replica "
                 "function computes from a count of its calls depends on the number of replicas. Count outside `run` "
-                "and pass the number in `args`, or make it an attribute of a module of the scope, of which each "
-                "replica has its own. (What is meant to add up over the replicas of this process may stay.)",
+                "and pass the number in `args`, or make the object in the scope, or the number an attribute of a "
+                "module of the scope, of which each replica has its own. (What is meant to add up over the replicas of "
+                "this process may stay.)",
                 stacklevel=6,
             )
 
@@ -97,9 +98,20 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
     for name, value in found.copy().items():
         if type(value) is dict:
             found |= {f"{name}[{key!r}]": member for key, member in value.items()}
+        elif isinstance(value, nn.Module):
+            found |= {f"{name}.{key}": int(buffer) for key, buffer in _counters_of(value)}
         elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
             found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
     return {name: value for name, value in found.items() if type(value) is int}
+
+
+def _counters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and buffers by which a module from outside counts, such as an ``AveragedModel``'s updates."""
+    for path, part in module.named_modules():
+        if owner(part) is None and mirror_of(part) is None:
+            for name, buffer in part.named_buffers(path, recurse=False):
+                if buffer.numel() == 1 and buffer.is_cpu and not buffer.is_floating_point():
+                    yield name, buffer
 
 
 def _is_of_another(value: Any) -> bool:
@@ -278,8 +290,8 @@ def reduce_leaf(strategy: ReplicatedStrategy, op: ReduceOp, leaf: Any, axis: Any
     for value in values:
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"Only tensors can be reduced; the replicas hold {value!r}. Return `torch.tensor(...)` from the "
-                "replica function."
+                f"Only tensors can be reduced; the replicas hold {value!r}. Return a tensor from the replica function, "
+                "such as `loss.detach()` in place of `loss.item()`, or `torch.tensor(...)`."
             )
     with torch.no_grad():
         return reduce(
