@@ -283,7 +283,7 @@ def _local_devices(devices: Sequence[str | torch.device] | int | None) -> tuple[
             raise ValueError(f"devices must be a list of devices, or their number{there}. Received: {devices}")
         return found[:devices]
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
-        example = [str(devices)] if isinstance(devices, (str, torch.device)) else ["cpu:0", "cpu:1"]
+        example = str(devices).split(",") if isinstance(devices, (str, torch.device)) else ["cpu:0", "cpu:1"]
         raise TypeError(f"devices must be a list of devices, such as {example}, or a number. Received: {devices!r}")
     result = tuple(canonical_device(device) for device in devices)
     if not result:

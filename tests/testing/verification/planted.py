@@ -21,6 +21,7 @@ CAUSES = {
     "random": "equal random streams",
     "not summed": "parameter not summed",
     "one rank": "weights loaded on one replica only",
+    "rate": "other hyper-parameters",
 }
 
 
@@ -74,7 +75,7 @@ def build(strategy, kind="mlp", mistake=None, dtype=torch.float64):  # noqa: C90
     model.register_parameter("own", own)
     model.drop = nn.Dropout(0.5)
     trained = [p for p in model.parameters() if p is not own or mistake != "not summed"]
-    optimizer = torch.optim.SGD(trained, lr=0.05)
+    optimizer = torch.optim.SGD(trained, lr=0.05 * (strategy.num_replicas_in_sync if mistake == "rate" else 1))
     accuracy = ts.metrics.SparseCategoricalAccuracy(name="accuracy")
     shown = []
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -146,7 +148,9 @@ def _of_step(run: Run, reference: Run, step: int, here: Sequence[Deviation], rou
         causes = [Cause(kind, step, text) for kind, text in gradient_causes(replicas, expected, tolerance, rounding)]
         yield from causes or random
     elif "weight" in whats:
-        yield from _weights(replicas, reference.replicas[0], step, here)
+        yield from _first(_hyper_parameters(replicas, expected, step)) or _weights(
+            replicas, reference.replicas[0], step, here
+        )
     if "buffer" in whats:
         first = next(deviation for deviation in here if deviation.what == "buffer")
         text = f"{first}. Each replica computed it from its own share of the batch"
@@ -253,6 +257,27 @@ def _random(replicas: Sequence[Step], expected: Step, step: int) -> Iterator[Cau
             "that comes with the batch"
         )
         yield Cause(OWN_RANDOM, step, text)
+
+
+def _hyper_parameters(replicas: Sequence[Step], expected: Step, step: int) -> Iterator[Cause]:
+    """Optimizers have got right gradients, but step with other numbers."""
+    for replica, own in enumerate(replicas):
+        for mine, right in zip(own.updates, expected.updates, strict=False):
+            for group, other in zip(mine.numbers[1:], right.numbers[1:], strict=False):
+                for key in sorted(group.keys() & other.keys() - {"number of parameters"}):
+                    if not _is_like(group[key], other[key]):
+                        text = (
+                            f"step {step}: the gradients are right, but {key!r} of {mine.optimizer} on replica "
+                            f"{replica} is {group[key]} where one replica has {other[key]}. Choose it for the global "
+                            "batch, whatever the number of replicas, and move a schedule once in a step, not once on "
+                            "each replica"
+                        )
+                        yield Cause("other hyper-parameters", step, text)
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    are_numbers = isinstance(value, float) and isinstance(other, float)
+    return bool(value == other or (are_numbers and math.isclose(value, other, rel_tol=_NEAR)))
 
 
 def _weights(replicas: Sequence[Step], right: Replica, step: int, here: Sequence[Deviation]) -> Iterator[Cause]:

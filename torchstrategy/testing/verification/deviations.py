@@ -66,6 +66,7 @@ class Update:
     local: dict[str, Tensor] = field(default_factory=dict)  # after the last backward pass, before any sum
     gradients: dict[str, Tensor] = field(default_factory=dict)  # what the step used
     before: dict[str, Tensor] = field(default_factory=dict)  # the weights it began with
+    numbers: list[Any] = field(default_factory=list)  # the optimizer's hyper-parameters, as `hyper_parameters` has them
 
 
 @dataclass

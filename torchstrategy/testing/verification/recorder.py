@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrategy.base.context import current_replica_context
+from torchstrategy.replicas.divergence import hyper_parameters
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.testing.verification.deviations import (
@@ -280,7 +281,7 @@ class Recorder:
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         name, own = self._find(optimizer)
-        update = Update(name)
+        update = Update(name, numbers=hyper_parameters(optimizer))
         local = self._local.setdefault(self.replica_id, {})
         for key, parameter in own.items():
             update.before[key] = measured(parameter)
