@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from torchstrategy.cli import main
+from torchstrategy.testing.verification.api import Comparison
+from torchstrategy.testing.verification.causes import OTHER_EXAMPLES, OWN_RANDOM, Cause
+from torchstrategy.testing.verification.deviations import Deviation
+from torchstrategy.testing.verification.script import ScriptReport
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
@@ -66,6 +70,28 @@ def test_wrong_arguments(capsys):
     assert main(["verify", "--replicas=1", str(SCRIPTS / "ddp_script.py")]) == 2
     assert "at least 2" in capsys.readouterr().err
     assert main(["verify", "--steps=0", str(SCRIPTS / "ddp_script.py")]) == 2
+    assert main(["verify", "--timeout=nan", str(SCRIPTS / "ddp_script.py")]) == 2
+    assert capsys.readouterr().err == "torchstrategy verify: --steps and --timeout must be positive.\n" * 2
+
+
+def test_a_run_that_fails_is_wrong_if_a_number_differs():
+    failed = Comparison("2 replicas", 1, error="RuntimeError: no")
+    assert str(failed).startswith("2 replicas: FAILED\n  the program failed:")
+    wrong = Comparison("2 replicas", 1, [Deviation(0, "weight", "w", 0, 1.0, 2.0, 1.0)], error="RuntimeError: no")
+    assert str(wrong).startswith("2 replicas: WRONG\n  step 0: weight w")
+    assert not failed.ok
+    assert not wrong.ok
+
+
+def test_what_an_option_leaves_out_is_told_of_it():
+    def hints(kind, text):
+        comparison = Comparison("2 replicas", 1, causes=[Cause(kind, 0, text)])
+        return str(ScriptReport([comparison], "")).splitlines()[3:]
+
+    text = "step 0 draws random numbers ({}); each replica draws its own. Verify without dropout"
+    assert hints(OWN_RANDOM, text.format("feature_dropout")) == ["With --no-dropout the numbers can be compared."]
+    assert hints(OWN_RANDOM, text.format("randn_like")) == []
+    assert hints(OTHER_EXAMPLES, "...") == ["With --no-shuffle the numbers can be compared."]
 
 
 @pytest.mark.slow

@@ -49,7 +49,8 @@ class Comparison:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.title}: right in all {self.num_steps} steps"
-        what = "CAN'T BE COMPARED" if self.is_undecided else "WRONG"
+        what = "WRONG" if self.causes or self.deviations else "FAILED"
+        what = "CAN'T BE COMPARED" if self.is_undecided else what
         lines = [f"{self.title}: {what if self.num_steps or self.error else 'no step was recorded'}"]
         lines += [f"  cause: {cause}" for cause in self.causes]
         if not self.is_undecided:

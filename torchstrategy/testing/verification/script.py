@@ -87,8 +87,9 @@ def _last_digit(text: str) -> float:
 
 Start = Callable[[Sequence[Setup], float], "list[str | None]"]
 
-_REPLICATED = {"MirroredStrategy", "MultiWorkerMirroredStrategy", "CentralStorageStrategy"}
-_OPTIONS = {OWN_RANDOM: "--no-dropout", OTHER_EXAMPLES: "--no-shuffle"}
+_REPLICATED = {"MirroredStrategy", "MultiWorkerMirroredStrategy"}
+#: What takes causes away, by how these begin; of random numbers it is dropout's alone.
+_OPTIONS = {rf"{OWN_RANDOM}: .*\(\w*dropout\w*\)": "--no-dropout", OTHER_EXAMPLES: "--no-shuffle"}
 _OF_TYPES = re.compile(r"dtype|float|double", re.IGNORECASE)  # what torch says of types that don't go together
 _SEEDS = (
     "Seed what it draws (torch.manual_seed, random.seed, a generator of its own), and let nothing depend on the time"
@@ -117,9 +118,8 @@ class ScriptReport(VerificationReport):
         return bool(rest) and all(part.is_undecided or not (part.causes or part.deviations) for part in rest)
 
     def __str__(self) -> str:
-        hints = [
-            f"With {option} the numbers can be compared." for kind, option in _OPTIONS.items() if kind in self.kinds
-        ]
+        options = [o for pattern, o in _OPTIONS.items() if any(re.match(pattern, str(cause)) for cause in self.causes)]
+        hints = (f"With {option} the numbers can be compared." for option in options)
         return "\n".join([self.heading, super().__str__(), *hints])
 
 
@@ -197,6 +197,8 @@ def verify_script(
         raise ScriptError(f"There is no file {script!r}.")
     if replicas < 2:
         raise ScriptError(f"--replicas must be at least 2: one replica is what they are compared with. Got: {replicas}")
+    if steps < 1 or not timeout_s > 0:  # nor nan
+        raise ScriptError("--steps and --timeout must be positive.")
     setup = Setup(script, tuple(arguments), "", max_steps=steps, without=tuple(without))
     runner = _Runner(setup, replicas, timeout_s, start)
     reference = _run_alone(runner)
@@ -372,8 +374,6 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 if all numbers are those of one replica, 1 if not, 2 if that can't be said, 130 after Ctrl-C.
     """
-    if options.steps < 1 or options.timeout <= 0:
-        raise ValueError("--steps and --timeout must be positive.")
     ends = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
     # The program's processes end with this one, and its files are put back. nohup ignores SIGHUP.
     before = {n: signal.signal(n, signal.default_int_handler) for n in ends if signal.getsignal(n) != signal.SIG_IGN}
