@@ -303,6 +303,27 @@ def test_wrong_numbers_of_steps_are_refused(tmp_path, wrong):
         ts.profiler.Profile(tmp_path, **wrong)
 
 
+@pytest.mark.parametrize("begin", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_a_profile_does_not_end_another_one(tmp_path, begin):
+    with begin() as outer:
+        profile = ts.profiler.Profile(tmp_path, skip=1, record=2)
+        with pytest.raises(RuntimeError, match=r"Another profiler of torch is recording.*Use one of them"), profile:
+            pytest.fail("it began")
+        torch.ones(2).neg()
+    names = {event.key for event in outer.key_averages()}
+    assert "aten::neg" in names
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_profiles_of_the_same_steps(tmp_path):
+    first, second = (ts.profiler.Profile(tmp_path, skip=1, record=2, name=name) for name in ("a", "b"))
+    with pytest.raises(RuntimeError, match="Another profiler of torch is recording"), first, second:
+        list(second.steps(first.steps(range(5))))
+    assert not autograd_profiler._is_profiler_enabled
+    with pytest.raises(TypeError, match=r"strategy must be a strategy or None\. Received: 'run'"):
+        ts.profiler.Profile(tmp_path, "run")
+
+
 def test_the_profiler_prints_nothing_and_the_environment_stays(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     with ts.profiler.Profile(tmp_path, skip=1, record=1) as profile:

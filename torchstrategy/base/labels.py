@@ -9,15 +9,19 @@ says what the time goes to.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
 from torch import profiler
 from torch.autograd import profiler as autograd_profiler
+from typing_extensions import override
 
 __all__ = ["label", "make_profiler"]
 
 _NOTHING = contextlib.nullcontext()
+#: The profiler of the library's that records, or is about to.
+_begun: list[weakref.ref[profiler.profile]] = []
 
 
 def label(kind: str, *detail: object) -> contextlib.AbstractContextManager[Any]:
@@ -37,9 +41,51 @@ def make_profiler(**options: Any) -> profiler.profile:
 
     Args:
         options: those of ``torch.profiler.profile``, but for the activities.
+
+    Raises:
+        RuntimeError: by the profiler, where it would begin while another one records.
     """
     activities = [profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(profiler.ProfilerActivity.CUDA)
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    return profiler.profile(activities=activities, experimental_config=all_threads, **options)
+    return _OnlyProfiler(activities=activities, experimental_config=all_threads, **options)
+
+
+class _OnlyProfiler(profiler.profile):
+    """Refuses to begin while another one records: torch would end that one's recording, and mix both."""
+
+    _is_refused = False
+
+    @override
+    def prepare_trace(self) -> None:
+        self._check()
+        super().prepare_trace()
+
+    @override
+    def start_trace(self) -> None:
+        self._check()
+        super().start_trace()
+
+    @override
+    def stop_trace(self) -> None:
+        if _begun and _begun[0]() is self:
+            _begun.clear()
+        super().stop_trace()
+
+    @override
+    def stop(self) -> None:
+        if not self._is_refused:
+            super().stop()
+
+    def _check(self) -> None:
+        other = _begun[0]() if _begun else None
+        is_recording = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        self._is_refused = is_recording or (other is not None and other is not self)
+        if self._is_refused:
+            raise RuntimeError(
+                "Another profiler of torch is recording, such as torch.profiler.profile, ts.profiler.Profile or "
+                "TensorBoard(profile_batch=...), and there can be one at a time in a process. Use one of them, or end "
+                "the other one before."
+            )
+        _begun[:] = [weakref.ref(self)]

@@ -56,6 +56,8 @@ class Profile:
 
     Raises:
         ValueError: ``skip`` or ``record`` is too small, or no integer.
+        TypeError: ``strategy`` is none.
+        RuntimeError: by the step in which it would begin while another profiler of torch records.
 
     Example:
         >>> import tempfile
@@ -81,6 +83,8 @@ class Profile:
         for what, value, least in (("skip", skip, 1), ("record", record, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"Profile({what}=...) must be an integer of at least {least}. Received: {value!r}")
+        if strategy is not None and not isinstance(strategy, Strategy):
+            raise TypeError(f"Profile(folder, strategy): strategy must be a strategy or None. Received: {strategy!r}")
         self._workers = None if strategy is None else strategy.workers
         rank = 0 if self._workers is None else self._workers.rank
         self._is_chief = rank == 0

@@ -7,7 +7,7 @@ import copy
 import operator
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def parse_profile_batch(value: Any) -> tuple[int, int] | None:
     Raises:
         ValueError: it is no batch and no range of them.
     """
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (tuple, list)) else [value]
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
     try:
         batches = [operator.index(int(part) if isinstance(part, str) else part) for part in parts]
     except (TypeError, ValueError):
