@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,6 +108,16 @@ def _read_by(function: str) -> Callable[[str], Any]:
     return lambda text: _found(function)(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0. Received: {text}")
+    return value
+
+
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     kind = parser.add_mutually_exclusive_group()
@@ -115,7 +126,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--job", action="store_true", help=text)
     kind.add_argument("--join", action="store_true", help="a collective with all ranks of the job that runs this")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for each collective, default 60"
+        "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="for each collective, default 60"
     )
 
 
@@ -170,7 +181,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     text = "how many optimizer steps are compared at most; default 100"
     parser.add_argument("--steps", metavar="K", type=int, default=100, help=text)
     text = "seconds that each run may take; default 600"
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=600.0, help=text)
+    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help=text)
     text = "the batch size is meant for each replica: a global batch that grows is no deviation"
     parser.add_argument("--per-replica-batch", action="store_true", help=text)
     parser.add_argument("--no-dropout", action="store_true", help="leave dropout out, so that numbers can be compared")

@@ -70,8 +70,11 @@ def test_wrong_arguments(capsys):
     assert main(["verify", "--replicas=1", str(SCRIPTS / "ddp_script.py")]) == 2
     assert "at least 2" in capsys.readouterr().err
     assert main(["verify", "--steps=0", str(SCRIPTS / "ddp_script.py")]) == 2
-    assert main(["verify", "--timeout=nan", str(SCRIPTS / "ddp_script.py")]) == 2
-    assert capsys.readouterr().err == "torchstrategy verify: --steps and --timeout must be positive.\n" * 2
+    assert capsys.readouterr().err == "torchstrategy verify: --steps must be at least 1. Got: 0\n"
+    for command, seconds in (("verify", "nan"), ("verify", "soon"), ("doctor", "-1"), ("doctor", "0")):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, f"--timeout={seconds}", *[str(SCRIPTS / "ddp_script.py")] * (command == "verify")])
+        assert f"expected a number of seconds above 0. Received: {seconds}" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_wrong_if_a_number_differs():
