@@ -101,12 +101,15 @@ class Trainer:
 
 
 def counting_steps(name):
-    trainer, number = Trainer(), 0
+    trainer, number, tensor = Trainer(), 0, torch.tensor(0)
     state = trainer.state
 
     def own_step(x):
         nonlocal number
         number += 1
+
+    def step_of_a_tensor(x):
+        tensor.add_(1)
 
     def step_of_a_dict(x):
         state["step"] += 1
@@ -114,10 +117,11 @@ def counting_steps(name):
     def sums(x):
         trainer.num_examples += len(x)
 
-    return {"self.num_steps": trainer.step, "number": own_step, "state['step']": step_of_a_dict, "sums": sums}[name]
+    steps = {"self.num_steps": trainer.step, "number": own_step, "tensor": step_of_a_tensor, "sums": sums}
+    return {"state['step']": step_of_a_dict, **steps}[name]
 
 
-@pytest.mark.parametrize("name", ["self.num_steps", "number", "state['step']"])
+@pytest.mark.parametrize("name", ["self.num_steps", "number", "state['step']", "tensor"])
 def test_a_number_that_each_replica_counts_up_is_warned_of(name):
     strategy, step = ts.MirroredStrategy(cpu_devices(2)), counting_steps(name)
     with pytest.warns(UserWarning, match=f"^`{re.escape(name)}` grew by 2 in one run") as caught:

@@ -79,7 +79,7 @@ def counting(looked_at: Counter[int], fn: Any, count: int) -> Iterator[None]:
         for name in [name for name, value in before.items() if after.get(name) == value + count]:
             warn_once(
                 f"`{name}` grew by {count} in one run, by 1 for each replica of this process. Python's numbers, and "
-                "attributes of objects that were not made in the scope, belong to the process, so what the replica "
+                "tensors and objects that were not made in the scope, belong to the process, so what the replica "
                 "function computes from a count of its calls depends on the number of replicas. Count outside `run` "
                 "and pass the number in `args`, or make the object in the scope, or the number an attribute of a "
                 "module of the scope, of which each replica has its own. (What is meant to add up over the replicas of "
@@ -99,19 +99,22 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
         if type(value) is dict:
             found |= {f"{name}[{key!r}]": member for key, member in value.items()}
         elif isinstance(value, nn.Module):
-            found |= {f"{name}.{key}": int(buffer) for key, buffer in _counters_of(value)}
+            found |= {f"{name}.{key}": buffer for key, buffer in _counters_of(value)}
         elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
             found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
-    return {name: value for name, value in found.items() if type(value) is int}
+    return {name: int(value) for name, value in found.items() if type(value) is int or _is_count(value)}
 
 
 def _counters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and buffers by which a module from outside counts, such as an ``AveragedModel``'s updates."""
+    """Yield the buffers of a module from outside, such as an ``AveragedModel``, which may count its updates in one."""
     for path, part in module.named_modules():
         if owner(part) is None and mirror_of(part) is None:
-            for name, buffer in part.named_buffers(path, recurse=False):
-                if buffer.numel() == 1 and buffer.is_cpu and not buffer.is_floating_point():
-                    yield name, buffer
+            yield from part.named_buffers(path, recurse=False)
+
+
+def _is_count(value: Any) -> bool:
+    """Say whether a value is a plain tensor of one whole number, which no replica has a copy of."""
+    return type(value) is Tensor and value.numel() == 1 and value.is_cpu and value.dtype in (torch.int64, torch.int32)
 
 
 def _is_of_another(value: Any) -> bool:
