@@ -2,7 +2,9 @@
 
 import functools
 
+import numpy as np
 import pytest
+import torch
 
 import torchstrategy as ts
 from tests.testing.verification.planted import CAUSES, build, make_batches
@@ -19,6 +21,27 @@ def test_cause_is_named_in_one_process(kind, mistake):
     )
     assert not report.ok
     assert report.kinds == {CAUSES[mistake]}, str(report)
+
+
+def with_noise(strategy, noise):
+    program = build(strategy)
+    inner, forward = program["model"], program["model"].forward
+    inner.forward = lambda x: forward(x + torch.as_tensor(noise(x)))
+    return program
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("equal", [False, True])
+def test_random_numbers_of_numpy_are_seen(equal):
+    def noise(x):
+        if equal:
+            np.random.seed(3)
+        return np.random.normal(size=x.shape)
+
+    report = ts.testing.verify_replication(
+        functools.partial(with_noise, noise=noise), make_batches("mlp"), replicas=(2,), processes=()
+    )
+    assert report.kinds == {"equal random streams" if equal else "random numbers can't be compared"}, str(report)
 
 
 QUICK = [("mlp", "one rank"), ("mlp", "seen twice")]  # each starts processes, which takes seconds

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -98,6 +99,8 @@ def _constant(node: Any) -> float | None:
 
 _RANDOM = ("rand", "randn", "randint", "normal", "bernoulli", "rand_like", "randn_like", "multinomial", "randperm")
 _RANDOM_METHODS = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
+#: Of numpy; not what makes orders, which may well be the same on all replicas.
+_RANDOM_ARRAYS = ("rand", "randn", "random", "random_sample", "normal", "standard_normal", "uniform")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _BEGIN = 64
 #: Their random numbers are no replica's: fingerprints of gradients, orders of examples.
@@ -214,6 +217,8 @@ class Recorder:
             self._patch(stack, torch.autograd, "_engine_run_backward", self._passing)  # by whatever name it is called
             for name in _RANDOM:
                 self._patch(stack, torch, name, self._drawing)
+            for name in _RANDOM_ARRAYS:
+                self._patch(stack, np.random, name, self._drawing)
             for name in _RANDOM_METHODS:
                 self._patch(stack, Tensor, name, self._drawing)
             for name in _DROPOUTS:
@@ -259,6 +264,8 @@ class Recorder:
         return drop
 
     def _note_draw(self, name: str, result: Any) -> None:
+        if isinstance(result, np.ndarray):
+            result = torch.from_numpy(result)
         if isinstance(result, Tensor) and result.numel() and result.device.type != "meta":
             begin = result.detach().reshape(-1)[:_BEGIN].to("cpu", torch.float64).tolist()
             self.step.draws.append(Draw(name, tuple(begin)))
