@@ -146,6 +146,10 @@ def test_a_module_from_outside_that_each_replica_updates_is_warned_of():
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     with pytest.warns(UserWarning, match=r"^`average.n_averaged` grew by 2 in one run.*make the object in the scope"):
         strategy.run(lambda: average.update_parameters(average.module))
+    trainer = Trainer()
+    trainer.average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match=r"^`trainer.average.n_averaged` grew by 2 in one run"):
+        strategy.run(lambda: trainer.average.update_parameters(trainer.average.module))
 
 
 def test_a_count_of_the_scopes_modules_in_one_from_outside_is_not_warned_of():
