@@ -478,6 +478,79 @@ def test_hooks_run_around_the_compiled_module(backend):
     assert "forward" not in vars(model)
 
 
+def test_hooks_within_that_come_and_go_are_called(backend, caplog):
+    """Torch's compiled code looks neither for hooks that came later nor whether those that it knows are still there."""
+    caplog.set_level(logging.INFO)
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 2), nn.Identity()).requires_grad_(False)
+    x = torch.ones(2, 3)
+    plain = model(x)
+    apply = ts.function(lambda: strategy.run(model, args=(x,)), jit_compile=True, backend=backend)
+    for hook in (lambda *_: None, lambda module, args, output: output * 2, lambda module, args, output: output * 3):
+        for _ in range(2):
+            apply()
+        handle = model[1].register_forward_hook(hook)
+        results = strategy.experimental_local_results(apply())
+        handle.remove()
+        expected = plain if hook(None, None, plain) is None else hook(None, None, plain)
+        assert all(torch.equal(result, expected) for result in results)
+        assert all(torch.equal(result, plain) for result in strategy.experimental_local_results(apply()))
+    assert backend.num_graphs == 1  # a hook of a single evaluation compiles nothing
+    assert len([line for line in lines(caplog) if "while hooks within it are others" in line]) == 1
+
+
+def test_a_twin_with_hooks_within_does_not_share_what_is_compiled(backend):
+    model, x = nn.Sequential(nn.Linear(3, 2)).requires_grad_(False), torch.ones(2, 3)
+    twin = copy.deepcopy(model)
+    twin[0].register_forward_hook(lambda module, args, output: output + 1)
+    apply = ts.function(lambda net: net(x), jit_compile=True, backend=backend)
+    for _ in range(3):
+        assert torch.equal(apply(model) + 1, apply(twin))
+    assert backend.num_graphs >= 2
+
+
+def test_a_forward_that_is_put_on_a_compiled_module_is_called(backend):
+    model, x = nn.Linear(3, 2), torch.ones(2, 3)
+    apply = ts.function(lambda: model(x), jit_compile=True, backend=backend)
+    for _ in range(3):
+        apply().sum().backward()
+    model.forward = lambda x: x * 7
+    assert torch.equal(apply(), x * 7)
+    del model.forward
+    assert torch.equal(apply(), model(x))
+
+
+class CountingForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.linear(x) * (1 + self.calls)
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_what_writes_to_buffers_in_place_is_not_compiled(evaluates_first, caplog):
+    """Torch's compiled backward pass took the number of calls for one more than it was."""
+    caplog.set_level(logging.INFO)
+    model, x = CountingForward(), torch.ones(2, 3)
+    apply = ts.function(lambda: model(x), jit_compile=True, backend="aot_eager")
+    if evaluates_first:
+        with torch.no_grad():
+            model.eval()
+            apply()
+            model.train()
+    for call in range(1, 4):
+        model.zero_grad()
+        apply().sum().backward()
+        assert torch.equal(model.linear.bias.grad, torch.full((2,), 2.0 * (1 + call)))
+    assert "CountingForward runs as it is, because it writes to buffers in place." in lines(caplog)
+
+
 def test_with_global_hooks_modules_run_as_they_are(backend):
     model, x, seen = nn.Sequential(nn.Linear(3, 2)), torch.ones(2, 3), []
     apply = ts.function(lambda: model(x), jit_compile=True, backend=backend)

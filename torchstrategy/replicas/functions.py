@@ -34,15 +34,14 @@ from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import kind_of, visible_devices
 from torchstrategy.base.log import add_note, info_once, logger
 from torchstrategy.replicas.adapters import is_a
+from torchstrategy.replicas.module_tensors import buffers_read
+from torchstrategy.replicas.object_hooks import HooksWithin
 from torchstrategy.xla import runtime, system
 
 __all__ = ["function", "functions_run_eagerly", "run_functions_eagerly"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: Where a module is compiled unless the function says otherwise. On a CPU the tutorial's net takes 16 s to compile and
-#: is no faster then.
 
 _runs_eagerly = False
 #: The running function; ``None`` inside the modules that it calls. Threads of replicas inherit it.
@@ -192,19 +191,15 @@ class _Call:
 
 
 class _CompiledForward:
-    """``forward`` of a module and of others like it, such as the other replicas'.
+    """``forward`` of a module and of others like it, such as the other replicas', with the same hooks within."""
 
-    Args:
-        how: how to compile it.
-    """
-
-    def __init__(self, how: _How) -> None:
+    def __init__(self, how: _How, hooks: tuple[int, ...]) -> None:
+        self.hooks, self.failed = hooks, False
         # A code object of its own, because torch counts recompilations, of which it allows 8, by code object.
         forward = types.FunctionType(_forward.__code__.replace(), globals())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler uses names that torch itself has deprecated
             self.call = torch.compile(forward, backend=how.backend, dynamic=how.dynamic)
-        self.failed = False
 
 
 def _forward(module: Any, args: Any, kwargs: Any) -> Any:
@@ -237,22 +232,17 @@ _finding = patches.WhileUsed(_find_modules)
 
 
 class _Switch:
-    """Stands between a module's ``__call__`` and its hooks and ``forward``.
-
-    Args:
-        module: the module.
-        first_call: the function call that met it.
-    """
+    """Stands between a module's ``__call__`` and its hooks and ``forward``; made in the function call that met it."""
 
     def __init__(self, module: nn.Module, first_call: _Call) -> None:
         self._module = weakref.ref(module)
         self._name = type(module).__name__
         self._first_call: _Call | None = first_call
-        self._was_called = False
+        self._was_called = self._was_trained = False
+        self._hooks = HooksWithin()
         # What computes little, was compiled or compiles itself is left alone.
         self._stays_plain = (
-            "forward" in module.__dict__
-            or isinstance(module, torch.jit.ScriptModule)
+            isinstance(module, torch.jit.ScriptModule)
             or is_a(module, "torchmetrics.metric.Metric")
             or hasattr(module, "_torchdynamo_orig_callable")  # what torch.compile(module) returns
         )
@@ -265,12 +255,12 @@ class _Switch:
             return module._call_impl(*args, **kwargs)
         token = _current_call.set(None)
         try:
-            if self._stays_plain or not self._compiles_on(module, call.how) or _must_run_plain(args, kwargs):
+            # `forward` may be put on the object at any time; _forward would call its class's.
+            is_plain = self._stays_plain or "forward" in module.__dict__
+            if is_plain or not self._compiles_on(module, call.how) or _must_run_plain(args, kwargs):
                 return module._call_impl(*args, **kwargs)
             if self._is_first_step(call):
-                result = module._call_impl(*args, **kwargs)
-                self._watch(result)
-                return result
+                return self._call_first(module, args, kwargs)
             return self._call_compiled(module, call.how, args, kwargs)
         finally:
             _current_call.reset(token)
@@ -286,27 +276,41 @@ class _Switch:
 
     def _is_first_step(self, call: _Call) -> bool:
         """Say whether a module may yet get its parameters, or turn out to have gradients that are differentiated."""
-        was_called, self._was_called = self._was_called, True
+        trains = torch.is_grad_enabled()
+        was_called = self._was_trained if trains else self._was_called
+        self._was_called, self._was_trained = True, self._was_trained or trains
         if self._first_call is not call:
             self._first_call = None
-        return not was_called or (self._first_call is not None and torch.is_grad_enabled())
+        return not was_called or (self._first_call is not None and trains)
 
-    def _watch(self, result: Any) -> None:
+    def _call_first(self, module: Any, args: Any, kwargs: Any) -> Any:
+        before = [(buffer, buffer._version) for buffer in buffers_read(module)] if torch.is_grad_enabled() else []
+        result = module._call_impl(*args, **kwargs)
+        if any(buffer._version != version for buffer, version in before):
+            # Its compiled backward pass may compute parts of the forward pass again, from what they hold by then.
+            self._stay_plain("it writes to buffers in place")
         for leaf in tree.all_leaves(result):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
+        return result
+
+    def _stay_plain(self, why: str) -> None:
+        self._stays_plain = True
+        logger.info("%s runs as it is, because %s.", self._name, why)
 
     def _look_at_gradient(self, gradient: Tensor) -> None:  # noqa: ARG002 - torch's signature
         self._first_call = None
         if torch.is_grad_enabled() and not self._stays_plain:  # create_graph=True, which compiled modules can't do
-            self._stays_plain = True
-            logger.info("%s runs as it is, because its gradients are differentiated.", self._name)
+            self._stay_plain("its gradients are differentiated")
 
     def _call_compiled(self, module: Any, how: _How, args: Any, kwargs: Any) -> Any:
+        hooks = self._hooks.look(module)
         forward = self._forwards.get(how)
         if forward is None:
-            forward = self._forwards[how] = _compiled_forward(module, how)
-        if forward.failed:
+            forward = self._forwards[how] = _compiled_forward(module, how, hooks)
+        if forward.hooks != hooks:
+            info_once(f"{self._name} runs as it is while hooks within it are others than when it was compiled.")
+        if forward.hooks != hooks or forward.failed:
             return module._call_impl(*args, **kwargs)
         try:
             return _call_with_hooks(module, forward, args, kwargs)
@@ -363,16 +367,17 @@ def _must_run_plain(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in tree.all_leaves((args, kwargs)))
 
 
-def _compiled_forward(module: nn.Module, how: _How) -> _CompiledForward:
+def _compiled_forward(module: nn.Module, how: _How, hooks: tuple[int, ...]) -> _CompiledForward:
     modules = tuple((name, type(child)) for name, child in module.named_modules())
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    key = (how, modules, tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors))
+    kinds = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    key = (how, hooks, modules, kinds)
     if key not in _compiled:
         info_once(
             f"Compiling {type(module).__name__}: its next calls take longer. To do without: "
             "ts.config.run_functions_eagerly(True) or ts.function(jit_compile=False)."
         )
-        _compiled[key] = _CompiledForward(how)
+        _compiled[key] = _CompiledForward(how, hooks)
     return _compiled[key]
 
 

@@ -7,12 +7,13 @@ from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from torchstrategy.replicas.mirrored import Mirror
 from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["ModuleTensors", "Slot", "Stamp", "grad_stamp", "leaf_grad", "tensors_of"]
+__all__ = ["ModuleTensors", "Slot", "Stamp", "buffers_read", "grad_stamp", "leaf_grad", "tensors_of"]
 
 #: ``_parameters`` or ``_buffers`` of one module on every replica, and a name in it.
 Slot = tuple[tuple[dict[str, Any], ...], str]
@@ -125,6 +126,17 @@ def _stamp(slot: Slot) -> Stamp:
     grad = tensor.grad if tensor.is_leaf else None
     of_grad = (0, 0) if grad is None else (id(grad), grad._version)
     return (id(tensor), version, tensor.data_ptr(), tensor.requires_grad, *of_grad)
+
+
+def buffers_read(module: nn.Module) -> list[Tensor]:
+    """Return the buffers that gradients may follow from: not those that norms write and read in other modes only."""
+    return [
+        buffer
+        for child in module.modules()
+        if not (isinstance(child, _NormBase) and type(child).__module__.startswith(("torch.", "torchstrategy.")))
+        for buffer in child._buffers.values()
+        if buffer is not None and not buffer.is_inference()
+    ]
 
 
 def grad_stamp(tensor: Tensor) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import threading
 import types
 from collections import OrderedDict, deque
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchstrategy.replicas.record import recorded_classes
 
@@ -28,6 +30,7 @@ __all__ = [
     "SCALARS",
     "Belongings",
     "Hooks",
+    "HooksWithin",
     "OwnQueue",
     "belongings_of",
     "copy_parameter_hooks",
@@ -227,6 +230,26 @@ class Hooks:
             if "_is_full_backward_hook" in body.__dict__:
                 body._is_full_backward_hook = self._bodies[0]._is_full_backward_hook
         self._noted = now
+
+
+class HooksWithin:
+    """The hooks of the modules within one: compiled code does not look whether they are still the same."""
+
+    def __init__(self) -> None:
+        self._newest = -1
+        self._present: list[dict[int, Any]] = []
+
+    def look(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the numbers of the hooks, which torch gives out in turn. Fast: called with each call of the module."""
+        if self._newest != RemovableHandle.next_id:
+            self._newest = RemovableHandle.next_id
+            within = itertools.islice(module.modules(), 1, None)
+            dicts = (getattr(child, f"_{kind}_hooks") for child in within for kind in _KINDS)
+            self._present = [hooks for hooks in dicts if hooks]
+        return tuple(itertools.chain.from_iterable(self._present))
+
+
+_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
