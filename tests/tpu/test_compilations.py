@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.base.values import PerReplica
 from torchstrategy.tpu import compilations
 from torchstrategy.xla import runtime
 
@@ -104,6 +105,12 @@ def test_changing_shapes_are_warned_of_once(xla_process):
     assert f"`Strategy.train_step` was compiled {TOO_MANY} times in the last {TOO_MANY} steps" in message
     assert f"`inputs` from ({TOO_MANY - 1}, 4) float32 to ({TOO_MANY}, 4) float32" in message
     assert "drop_remainder=True" in message
+
+
+def test_shapes_are_told_with_how_many_replicas_have_them():
+    shares = PerReplica([torch.ones(rows, 4) for rows in (2, 1, 1, 0)])
+    expected = "[(2, 4) float32, 2 times (1, 4) float32, (0, 4) float32]"
+    assert compilations._describe(compilations._static(shares)) == expected
 
 
 def changing_numbers():

@@ -1,6 +1,7 @@
 """N replicas on XLA devices train as N replicas on the CPU do, whatever the model, optimizer and batch sizes."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -116,7 +117,24 @@ def maximizing(parameters):
     return torch.optim.SGD(parameters, 0.01, momentum=0.9, dampening=0.5, maximize=True)
 
 
-OPTIMIZERS = [adam, adamw, rmsprop, adagrad, nesterov, one_by_one, nadam, radam, adamax, adadelta, maximizing]
+def rate_in_a_tensor(parameters):
+    return torch.optim.AdamW(parameters, torch.tensor(0.01))
+
+
+OPTIMIZERS = [
+    rate_in_a_tensor,
+    adam,
+    adamw,
+    rmsprop,
+    adagrad,
+    nesterov,
+    one_by_one,
+    nadam,
+    radam,
+    adamax,
+    adadelta,
+    maximizing,
+]
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
@@ -144,6 +162,14 @@ def test_options_of_an_optimizer_stay_as_they_are(xla_process):
     (seen, saved), _ = xla_process(2).run(on_devices, options_of_a_step)
     assert seen == [[True, False]]  # all parameters at once, unless the program has said otherwise
     assert saved == [None, False]
+
+
+def capturable(parameters):
+    return torch.optim.Adam(parameters, 0.01, capturable=isinstance(ts.get_strategy(), ts.TPUStrategy))
+
+
+def test_a_step_count_on_the_devices(xla_process):
+    check_same(xla_process, train, mlp, [8, 8, 5], make_optimizer=capturable)
 
 
 def test_adam_in_float64(xla_process):
@@ -187,7 +213,12 @@ def clip_value(model, optimizer):
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
-@pytest.mark.parametrize("clip", [clip_norm, clip_value])
+def clip_greatest(model, optimizer):
+    ts.get_replica_context().sum_gradients(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=math.inf)
+
+
+@pytest.mark.parametrize("clip", [clip_norm, clip_value, clip_greatest])
 def test_clipping_after_the_sum(xla_process, clip):
     check_same(xla_process, train, mlp, [8, 8, 5], before_step=clip)
 
@@ -314,12 +345,12 @@ def test_recurrent_model(xla_process, kind):
 
 
 def test_modules_are_torchs(xla_process):
-    """Torch_xla puts some of its own there, which a host without it can't load."""
-    assert xla_process(4).run(class_of_gru) == "torch.nn.modules.rnn"
+    """Torch_xla puts some of its own there: what a host without it can't load, what reads numbers."""
+    assert xla_process(4).run(homes) == ["torch.nn.modules.rnn", "torch.nn.utils.clip_grad"]
 
 
-def class_of_gru():
-    return type(nn.GRU(2, 3)).__module__
+def homes():
+    return [type(nn.GRU(2, 3)).__module__, nn.utils.clip_grad_norm_.__module__]
 
 
 def optimizer_outside(strategy):

@@ -68,6 +68,8 @@ OPERATIONS = {
     "rows added by their order": (ROWS, lambda x: x.index_add(0, order(x), x)),
     "rows filled by their order": (ROWS, lambda x: x.index_fill(0, order(x)[:2], 0.5)),
     "embedding by the greatest": (ROWS, lambda x: F.embedding(x.max(1)[1], x)),
+    "product and sum": (ROWS, lambda x: torch.addmm(x, x[:, :1], x[:1], beta=0.5, alpha=2)),
+    "product, no sum": (ROWS, lambda x: torch.addmm(x.detach() / 0, x[:, :1], x[:1], beta=0)),
     "cummax": (ROWS, lambda x: (2 * x).round().cummax(1)),
     "cummin": (ROWS, lambda x: (2 * x).round().cummin(0)),
     "cummin of integers": (ROWS, lambda x: (2 * x).int().cummin(-1)),

@@ -37,7 +37,7 @@ REFUSED = {
     "lgamma": (lambda x: x.lgamma(), "no implementation"),
     "histogram": (lambda x: torch.histc(x, 3), "no implementation"),
     "packing": (lambda x: pack_padded_sequence(x[:, None, None], torch.ones(3, device="cpu")), "no implementation"),
-    "addmm": (lambda x: torch.addmm(x, x[None].T @ x[None], x[None].T @ x[None], beta=0.5), "no implementation"),
+    "scatter": (lambda x: x.scatter(0, x.argsort(), x, reduce="multiply"), "no implementation"),
 }
 
 
@@ -64,6 +64,15 @@ def lbfgs(x):
     optimizer.step(closure)
 
 
+def step_of(make_optimizer):
+    def step(x):
+        parameter = torch.zeros(3, device=x.device, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        make_optimizer([parameter]).step()
+
+    return step
+
+
 def scaler(x):
     optimizer = torch.optim.SGD([torch.zeros(3, device=x.device, requires_grad=True)], 0.1)
     scaler = torch.amp.GradScaler("cpu")
@@ -81,6 +90,8 @@ def log_a_number(x):
 
 OF_THEIR_OWN = {
     "lbfgs": (lbfgs, "`LBFGS`, which decides .* Train with another optimizer here"),
+    "asgd": (step_of(torch.optim.ASGD), r"`ASGD`, which .* Train with another optimizer here: SGD, and `AveragedModel"),
+    "adafactor": (step_of(torch.optim.Adafactor), "`Adafactor`, whose steps .* another optimizer here, such as Adam"),
     "scaler": (scaler, "`GradScaler`, which leaves out steps .* leave the scaler out, or make it with `enabled=False`"),
     "mean": (mean_of_all, r"`get_swa_multi_avg_fn`, reads the number .* `AveragedModel\(model\)` takes the same mean"),
     "log": (log_a_number, "A logger with a format for numbers, such as `%f`, reads .* log it outside"),

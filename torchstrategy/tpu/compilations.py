@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -183,15 +184,14 @@ def _number(leaf: Any) -> Any:
 
 def _describe(static: _Static) -> str:
     """Return the shapes and dtypes of a leaf on the replicas, those that follow each other and are equal as one."""
-    parts: list[str] = []
-    for kind in static:
-        if isinstance(kind, tuple):
-            text = f"{kind[0]} {kind[1]}"
-        else:
-            text = kind.__name__ if isinstance(kind, type) else repr(kind)
-        if not parts or parts[-1] != text:
-            parts.append(text)
-    return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+    texts = [
+        f"{kind[0]} {kind[1]}" if isinstance(kind, tuple) else kind.__name__ if isinstance(kind, type) else repr(kind)
+        for kind in static
+    ]
+    runs = [(text, len(list(run))) for text, run in itertools.groupby(texts)]
+    if len(runs) == 1:
+        return texts[0]
+    return f"[{', '.join(text if count == 1 else f'{count} times {text}' for text, count in runs)}]"
 
 
 def _plain(fn: Any) -> Any:

@@ -225,6 +225,16 @@ def _run_weight_norm(region: AnyRegion, func: Any, args: tuple[Any, ...], kwargs
     return region.marked(result, func, args)
 
 
+def _run_addmm(region: AnyRegion, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute ``beta * value + alpha * a @ b``, as ``Muon`` does, which torch_xla would compute on the host."""
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if (beta, alpha) == (1, 1) or not is_on_device(args[0]):
+        return _run_carefully(region, func, args, kwargs)
+    value, first, second = args
+    product = torch.mm(first, second) * alpha
+    return region.marked(product + value * beta if beta else product, func, args)
+
+
 def _run_with_indices(region: AnyRegion, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a pooling operation that says where the greatest values were."""
     results = _run_carefully(region, func, args, kwargs)
@@ -295,6 +305,7 @@ _NAMED: dict[str, Handler] = {
     **dict.fromkeys(INTERPOLATIONS | AVERAGES | MAXIMA, run_resampling),
     "max_pool2d_with_indices": _run_with_indices,
     "max_pool3d_with_indices": _run_with_indices,
+    "addmm": _run_addmm,
     "cummax": _run_cumulative,
     "cummin": _run_cumulative,
     "linalg_vector_norm": _run_norm,

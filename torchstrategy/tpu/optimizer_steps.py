@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._device import DeviceContext
 
+from torchstrategy.base import tree
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.log import info_once
 from torchstrategy.base.options import ReduceOp
@@ -172,11 +173,7 @@ def _all_at_once(optimizer: Optimizer) -> Iterator[None]:
 
     The program is the same, and is traced in half of the time.
     """
-    groups = [
-        group
-        for group in optimizer.param_groups
-        if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
-    ]
+    groups = [group for group in optimizer.param_groups if group.get("foreach", False) is None and _may_be_one(group)]
     for group in groups:
         group["foreach"] = True
     try:
@@ -184,6 +181,13 @@ def _all_at_once(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group in groups:
             group["foreach"] = None  # as it is saved, and means on other devices
+
+
+def _may_be_one(group: dict[str, Any]) -> bool:
+    """Say whether torch's optimizers take ``foreach=True`` with these settings, at which they look by themselves."""
+    settings = tree.all_leaves({name: value for name, value in group.items() if name != "params"})
+    is_refused = any(group.get(name) for name in ("fused", "differentiable", "capturable"))
+    return not is_refused and not any(isinstance(leaf, Tensor) for leaf in settings)
 
 
 @contextlib.contextmanager

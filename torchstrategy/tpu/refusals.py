@@ -65,6 +65,16 @@ _READERS = (
         "Train with another optimizer here, or with this one under another strategy.",
     ),
     (
+        "torch/optim/asgd.py",
+        "`ASGD`, which computes its rate by the number of steps,",
+        "Train with another optimizer here: SGD, and `AveragedModel(model)` for the mean of the weights.",
+    ),
+    (
+        "torch/optim/_adafactor.py",
+        "`Adafactor`, whose steps follow the size of its updates,",
+        "Train with another optimizer here, such as Adam.",
+    ),
+    (
         "torch/optim/swa_utils.py",
         "An average's function, such as `get_swa_multi_avg_fn`,",
         "`AveragedModel(model)` takes the same mean without `multi_avg_fn`; `get_ema_multi_avg_fn` reads nothing.",

@@ -44,6 +44,8 @@ class TorchXlaRuntime(TpuRuntime):
 
         # Torch_xla puts a GRU of its own there, which no mode sees, and which a host without torch_xla can't load.
         torch.nn.GRU = getattr(torch.nn.GRU, "_orig", torch.nn.GRU)  # type: ignore[misc]
+        # And a function that reads numbers, refuses `foreach=True`, and does both for tensors of the host as well.
+        torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_
         self._xla: Any = torch_xla
         self._native: Any = torch_xla._XLAC
         self._model: Any = xla_model
