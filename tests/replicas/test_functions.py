@@ -1,4 +1,5 @@
 import copy
+import functools
 import gc
 import inspect
 import logging
@@ -137,6 +138,51 @@ def test_two_processes(decorated, process_pool):
     for actual, num_graphs in process_pool(2).run(losses_and_graphs, decorated):
         assert largest_difference(expected, actual) < 1e-6
         assert num_graphs >= 1
+
+
+def compiled_around(devices, *, compiles=True):
+    """Train with a step, then with an epoch, that torch.compile is given although they call the strategy."""
+    compile_ = functools.partial(torch.compile, backend="eager") if compiles else lambda fn: fn
+    torch.manual_seed(0)
+    strategy = strategy_for(devices)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = strategy.experimental_distribute_dataset(torch.randn(11, 3, dtype=torch.float64), batch_size=4)
+
+    def train_step(x):
+        optimizer.zero_grad()
+        loss = ts.nn.compute_average_loss(model(x).square().sum(1), global_batch_size="actual")
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @compile_
+    def step(x):
+        return 2 * strategy.reduce("SUM", strategy.run(train_step, args=(x,)))
+
+    @compile_
+    def epoch():
+        with strategy.scope():
+            return [step(x) for x in dataset]
+
+    losses = [step(x) for x in dataset] + epoch()
+    return [[float(loss) for loss in losses], *(parameter.flatten().tolist() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_torch_compile_of_what_calls_a_strategy_leaves_it_as_it_is(devices, caplog):
+    caplog.set_level(logging.INFO, "torchstrategy")
+    expected = compiled_around([], compiles=False)
+    assert largest_difference(expected, compiled_around(devices)) < 1e-12
+    assert len([line for line in lines(caplog) if "torch.compile met a call of a strategy" in line]) == 1
+
+
+@pytest.mark.slow
+def test_torch_compile_of_what_calls_a_strategy_in_two_processes(process_pool):
+    expected = compiled_around([], compiles=False)
+    for found in process_pool(2).run(compiled_around, None):
+        assert largest_difference(expected, found) < 1e-12
 
 
 def inductor_losses(devices):

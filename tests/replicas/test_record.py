@@ -149,6 +149,16 @@ def test_objects_that_die_before_the_first_run(strategy):
     strategy.run(lambda: None)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_a_compiler_makes_in_the_scope_is_not_the_programs(strategy, backend):
+    """One rank may compile where another does not, and then they would bring different objects."""
+    torch._dynamo.reset()
+    with strategy.scope():
+        compiled = torch.compile(nn.Linear(1, 1), backend=backend)
+        compiled(torch.ones(3, 1)).sum().backward()
+    assert [type(obj).__name__ for obj in strategy.record] == ["Linear", "OptimizedModule"]
+
+
 def test_module_made_outside_but_reachable(strategy):
     inner = nn.Linear(1, 1)
     with strategy.scope():

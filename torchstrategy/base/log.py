@@ -25,6 +25,8 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from torch._compile import _disable_dynamo
+
 __all__ = [
     "CallSite",
     "add_note",
@@ -48,6 +50,7 @@ __all__ = [
     "warn_once",
     "warn_once_at",
     "warning_once",
+    "without_compiler",
 ]
 
 #: Not those of a program in another folder called torch.
@@ -341,6 +344,16 @@ def warn_once_at(site: Any, message: str, *, of: object) -> None:
     """
     if _is_new(message, of):
         warnings.warn_explicit(message, UserWarning, site.path, site.line)
+
+
+@_disable_dynamo  # torch.compiler.disable would import the compiler here
+def without_compiler(method: Callable[..., Any], *args: Any) -> Any:
+    """Call a method in a function that ``torch.compile`` traces: what it would trace next is the library."""
+    info_once(
+        "torch.compile met a call of a strategy or of its dataset, which runs as it is, and so does what it calls. "
+        "Compile the model instead, in the scope (`model.compile()`), or decorate the function with ts.function."
+    )
+    return method(*args)
 
 
 def _is_new(message: str, of: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torchstrategy.base.context import current_replica_context, has_strategy
 from torchstrategy.base.devices import Placement
 from torchstrategy.base.labels import label
-from torchstrategy.base.log import add_note, logger
+from torchstrategy.base.log import add_note, logger, without_compiler
 from torchstrategy.base.options import InputOptions
 from torchstrategy.base.values import PerReplica
 from torchstrategy.data.batch import LocalBatch, describe
@@ -84,6 +85,8 @@ class DistributedDataset:
         self._cursor = Cursor(source, None, None)
 
     def __iter__(self) -> DistributedIterator:
+        if torch.compiler.is_dynamo_compiling():
+            return without_compiler(iter, self)  # type: ignore[no-any-return]
         reading, cursor = self._open()
         copies = DeviceCopies(self._placement, self._options.experimental_fetch_to_device is not False)
         reads_ahead = copies.is_needed and self._reads_ahead
@@ -292,6 +295,8 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return without_compiler(next, self)
         if current_replica_context() is not None and has_strategy():
             raise ValueError(
                 "next(iterator) was called in a replica function: an element has the shares of all replicas, and each "
@@ -328,17 +333,15 @@ class DistributedIterator:
             OutOfRangeError: the dataset's end was reached.
             ValueError: called in a replica function.
         """
-        try:
+        with contextlib.suppress(StopIteration):
             return next(self)
-        except StopIteration:
-            raise OutOfRangeError("End of the dataset: all its elements have been read.") from None
+        raise OutOfRangeError("End of the dataset: all its elements have been read.")
 
     def get_next_as_optional(self) -> OptionalElement:
         """Return the next element, or an empty optional at the dataset's end."""
-        try:
+        with contextlib.suppress(StopIteration):
             return OptionalElement(next(self))
-        except StopIteration:
-            return OptionalElement()
+        return OptionalElement()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this iterator is, as ``DistributedDataset.state_dict`` does of the latest one."""

@@ -369,8 +369,8 @@ def _set_state(obj: Any, state: dict[str, Any]) -> None:
 
 
 def _note(obj: Any) -> None:
-    if _quiet.value:
-        return
+    if _quiet.value or torch._guards.CompileContext.try_get() is not None:
+        return  # the library's own, or torch.compile's, which one rank may make and others not
     frame = current_frame()
     # Objects made by the replica function are the replica's own.
     if frame is None:

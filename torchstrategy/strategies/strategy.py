@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, overload
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +16,15 @@ from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, current_frame, current_replica_context, raise_failures
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
 from torchstrategy.base.later import explains_absent
-from torchstrategy.base.log import add_note, hide_own_frames, info_once, set_rank, show_info, warn_once
+from torchstrategy.base.log import (
+    add_note,
+    hide_own_frames,
+    info_once,
+    set_rank,
+    show_info,
+    warn_once,
+    without_compiler,
+)
 from torchstrategy.base.options import AutoShardPolicy, CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from torchstrategy.base.values import LeafT, PerReplica, ValueContext, ValueT, local_results
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -232,6 +241,8 @@ class Strategy:
               1: 11
             }
         """
+        if torch.compiler.is_dynamo_compiling():
+            return without_compiler(self.run, fn, args, kwargs, options)
         self._require_cross_replica()
         if not callable(fn):
             raise TypeError(f"fn must be callable. Received: {fn!r}")
@@ -288,6 +299,8 @@ class Strategy:
             >>> strategy.reduce("mean", value, axis=0)
             tensor(1.5000)
         """
+        if torch.compiler.is_dynamo_compiling():
+            return without_compiler(self.reduce, reduce_op, value, axis)
         op = ReduceOp.parse(reduce_op)
         self._require_cross_replica()
         self._agree_on_structure(f"Strategy.reduce({op.name})", value)
@@ -323,6 +336,8 @@ class Strategy:
             >>> strategy.gather(value, axis=0)
             tensor([7., 7., 7.])
         """
+        if torch.compiler.is_dynamo_compiling():
+            return without_compiler(self.gather, value, axis)
         if current_replica_context() is not None:
             raise RuntimeError(
                 "Strategy.gather requires being in cross-replica context, use get_replica_context().all_gather() "
@@ -347,6 +362,8 @@ class Strategy:
             >>> ts.MirroredStrategy(["cpu:0"]).experimental_local_results(3)
             (3,)
         """
+        if torch.compiler.is_dynamo_compiling():
+            return without_compiler(self.experimental_local_results, value)  # type: ignore[no-any-return]
         if owner(value) is self and not self._in_replica_context():
             self._take_up_new()
         if mirror_of(value) is not None:
