@@ -7,10 +7,23 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torchstrategy as ts
 from torchstrategy.replicas.random import own_generator
+
+
+class Nothing(TorchDispatchMode):
+    """A mode that changes nothing, as one that counts or logs, or as torch's own for a compiled model's first call."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_mode(fn):
+    with Nothing():
+        return fn()
 
 
 class User:
@@ -56,6 +69,7 @@ DRAWS = {
     "dropout2d": lambda: functional.dropout2d(torch.ones(1, 30, 2, 2)),
     "alpha_dropout": lambda: functional.alpha_dropout(ONES, training=True),
     "feature_alpha_dropout": lambda: functional.feature_alpha_dropout(torch.ones(1, 30, 2, 2), training=True),
+    "native_dropout in a mode": lambda: in_a_mode(lambda: torch.native_dropout(ONES, 0.3, True)[0]),
     "native_dropout": lambda: torch.native_dropout(ONES, 0.5, True)[0],
     "rrelu": lambda: functional.rrelu(-ONES, training=True),
     "gumbel_softmax": lambda: functional.gumbel_softmax(SQUARE),

@@ -90,6 +90,7 @@ def _install() -> list[Callable[[], None]]:
                 operator, target = _operator(schema.name, overload), _operator(schema.name, schema.overload_name)
                 kernel = _kernel(operator, target, None if by_name else position)
                 drawing.impl(operator, kernel)  # type: ignore[no-untyped-call]
+    drawing.impl(torch.ops.aten.native_dropout.default, _native_dropout)  # type: ignore[no-untyped-call]
     why = "replicas that run at once draw from streams of their own"
     own, until = _DefaultGenerator(torch.default_generator), "no strategy whose replicas run at once is left"
 
@@ -144,6 +145,20 @@ def _kernel(operator: torch._ops.OpOverload, target: torch._ops.OpOverload, posi
             _switch_key(on=True)
 
     return draw
+
+
+def _native_dropout(value: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+    """Do what the operator does on the CPU: it takes no generator, and what a dispatch mode calls passes the key by."""
+    own = _own.generator
+    _switch_key(on=False)
+    try:
+        if own is None or train is False or _is_traced() or value.device.type != "cpu":
+            found: tuple[Tensor, Tensor] = torch.ops.aten.native_dropout.default(value, p, train)
+            return found
+        mask = torch.empty_like(value, dtype=torch.bool).bernoulli_(1 - p, generator=own)
+        return value * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    finally:
+        _switch_key(on=True)
 
 
 def _is_traced() -> bool:
