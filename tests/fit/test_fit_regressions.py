@@ -262,3 +262,28 @@ def test_added_losses_count_by_examples(number, steps):
 
     expected = train(ts.get_strategy())
     assert train(ts.MirroredStrategy([f"cpu:{i}" for i in range(number)])) == pytest.approx(expected, rel=1e-5)
+
+
+class Unused(ts.Model):
+    """Has a metric with the loss's name, as for a ``train_step`` that only subclasses have."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.tracker = ts.metrics.Mean(name="loss")
+
+
+class UsedInTraining(Unused):
+    def train_step(self, data):
+        self.tracker.update_state(data[1].square())
+        return super().train_step(data)
+
+
+def test_a_metric_called_loss_hides_the_loss_only_where_it_is_updated(strategy):
+    x, y = data()
+    arguments = {"epochs": 2, "shuffle": False, "validation_data": (x, y), "verbose": 0}
+    expected = made(strategy).fit(x, y, **arguments).history
+    assert made(strategy, Unused).fit(x, y, **arguments).history == expected
+    model = made(strategy, UsedInTraining)
+    history = model.fit(x, y, **arguments).history
+    assert history == {"loss": [pytest.approx(float(y.square().mean()))] * 2, "val_loss": expected["val_loss"]}
+    assert model.evaluate(x, y, verbose=0) == expected["val_loss"][-1]

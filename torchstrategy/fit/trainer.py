@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Trainer", "is_metric", "trainer_of"]
 
 ATTRIBUTE = "_ts_trainer"
+#: The name of the loss's tracker where a metric of the model's own is called "loss".
+_HIDDEN = "compiled_loss"
 
 
 class Trainer:
@@ -197,14 +199,14 @@ class Trainer:
         for metric in own:
             if id(metric) not in known:
                 name = getattr(metric, "name", None) or type(resolve(metric)).__name__
-                # As in Keras, a tracker of the model's own is shown in the place of ours.
+                # As in Keras, a tracker of the model's own is shown in the place of ours, if it was updated.
                 named[name if name == "loss" else _free_name(name, named)] = metric
         return named
 
     def reset_metrics(self, named: Mapping[str, Any]) -> None:
         """Let all metrics start anew. Cross-replica context only."""
         self.outputs = None
-        for metric in named.values():
+        for metric in self._with_hidden(named).values():
             metric.reset()
 
     def read_logs(self, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,11 +216,13 @@ class Trainer:
         """
         shown, outputs = self.shown_metrics(named), self.outputs or {}
         logs: dict[str, Any] = {}
+        if _HIDDEN in shown and "loss" not in shown:
+            logs["loss"] = to_number(self._with_hidden(named)[_HIDDEN].compute())
         for name, metric in named.items():
             if name in shown:
                 logs.update(_results(name, metric))
         for name, value in outputs.items():
-            if name not in shown:  # also "loss", if a step with optimizers of its own tracked none
+            if name not in shown and name not in logs:  # also "loss", if a step with optimizers of its own tracked none
                 logs.update(_results(name, value) if is_metric(value) else [(name, self._mean(name, value))])
         return logs
 
@@ -229,7 +233,7 @@ class Trainer:
         """
         if self.outputs is None:
             return named if self.position.shown is None else self.position.shown
-        strategy = self.strategy
+        strategy, named = self.strategy, self._with_hidden(named)
         shown = [name for name, metric in named.items() if any(own._update_count > 0 for own in bodies(metric))]
         if strategy.workers is None:
             return shown
@@ -259,10 +263,16 @@ class Trainer:
             "optimizer": self.optimizer,
             "scaler": self.scaler,
             "position": self.position,
-            "metrics": dict(model._named_metrics()),
+            "metrics": dict(self._with_hidden(model._named_metrics())),
             "dataset": dataset,
         }
         return {name: value for name, value in objects.items() if value is not None}
+
+    def _with_hidden(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return metrics by name, and the loss's tracker if one of the model's own has its name."""
+        tracker = self.loss_tracker
+        is_hidden = tracker is not None and all(metric is not tracker for metric in named.values())
+        return {**named, _HIDDEN: tracker} if is_hidden else named
 
     def _mean(self, name: str, value: Any) -> Any:
         """Return the mean over all replicas' examples of what each one's last step returned by a name."""
