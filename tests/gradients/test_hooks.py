@@ -89,3 +89,37 @@ def test_another_program_that_replaced_it_too_keeps_its_own(plain, monkeypatch):
     assert module.weight.grad is None
     monkeypatch.undo()
     torch.nn.Module.zero_grad = plain[1]
+
+
+def climbs(*, sums, sets_to_none=True):
+    """The gradient at a point that the gradient leads to, as ``first_step`` of SAM makes it."""
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        ts.nn.compute_average_loss(model(x).square().sum(1), global_batch_size="actual").backward()
+        if sums:
+            ts.get_replica_context().sum_gradients(optimizer)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += parameter.grad
+        optimizer.zero_grad(set_to_none=sets_to_none)
+        ts.nn.compute_average_loss(model(x).square().sum(1), global_batch_size="actual").backward()
+        with torch.no_grad():
+            for parameter, own in zip(model.parameters(), before, strict=True):
+                parameter.copy_(own)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in strategy.experimental_distribute_dataset(torch.eye(4)[:, :2], batch_size=2):
+        strategy.run(step, args=(batch,))
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+def test_a_change_by_gradients_that_were_not_summed_is_warned_of(sets_to_none):
+    climbs(sums=True, sets_to_none=sets_to_none)
+    with pytest.warns(UserWarning, match=r"Parameters were changed between `backward` and `zero_grad`.*test_hooks.py"):
+        climbs(sums=False, sets_to_none=sets_to_none)

@@ -29,6 +29,8 @@ __all__ = ["GradientLedger", "hear_all"]
 
 #: So many first steps of an optimizer leave fingerprints of the sums that they have used, in case they are used again.
 _NUM_KEPT = 3
+#: So many times a replica's gradients are cleared is looked at what became of them.
+_NUM_LOOKS = 20
 
 
 class GradientLedger:
@@ -66,6 +68,8 @@ class GradientLedger:
         self._grow_anew: list[set[Note]] = [set() for _ in range(num_local)]
         #: For each, how often it has computed gradients without giving them to parameters.
         self._num_computed = [0] * num_local
+        #: For each, how often it was looked at what had become of gradients that were about to be cleared.
+        self._num_looks = [0] * num_local
         #: Numbers of backward passes.
         self.passes = itertools.count(1)
         #: How many steps have used the gradient of a parameter that is an optimizer's first, by its id.
@@ -160,7 +164,7 @@ class GradientLedger:
                 current = note.local_id
             if note.state is UNKNOWN and current == note.local_id and grad is not None:  # nearly all, in each step
                 note.state, note.gradient, note.version = LOCAL, weakref.ref(grad), grad._version
-                note.passes = next(passes)
+                note.passes, note.written = next(passes), tensor._version
                 continue
             try:
                 self.note_backward(note, grad, current)
@@ -399,6 +403,27 @@ class GradientLedger:
         if note is None or grad is None or note.state is not State.LOCAL or note.gradient() is not grad:
             return False
         return note.version != grad._version and not are_cleared([(note, grad)])[0]
+
+    def with_written(self, local_id: int) -> list[tuple[Tensor, Tensor, int]]:
+        """Return a replica's parameters that were changed since their own gradients; only in its first calls.
+
+        Args:
+            local_id: the replica's position in the process.
+
+        Returns:
+            Each with its gradient, and the gradient's version.
+        """
+        self._num_looks[local_id] += 1
+        if self._num_looks[local_id] > _NUM_LOOKS:
+            return []
+        self.hear()
+        found = []
+        for note in list(self._notes.values()):
+            if note.state is LOCAL and note.local_id == local_id:
+                parameter, grad = note.parameter(), note.gradient()
+                if parameter is not None and parameter._version != note.written and parameter.grad is grad is not None:
+                    found.append((parameter, grad, grad._version))
+        return found
 
     def was_replaced(self, parameter: Tensor) -> bool:
         """Say whether the program has put another tensor in the place of a gradient that a backward pass has left."""

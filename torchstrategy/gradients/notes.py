@@ -53,7 +53,7 @@ class Note:
 
     __slots__ = (
         *("fingerprint", "gradient", "ledger", "local_id", "num_computed", "parameter", "passes", "run", "state"),
-        "version",
+        *("version", "written"),
     )
 
     def __init__(self, parameter: weakref.ref[Tensor], local_id: int, ledger: Callable[[], Any]) -> None:
@@ -64,6 +64,8 @@ class Note:
         #: The tensor that it was when last seen, and its version then.
         self.gradient: Callable[[], Tensor | None] = nothing
         self.version = 0
+        #: The parameter's version then.
+        self.written = 0
         #: Counts backward passes: another number is another gradient.
         self.passes = 0
         #: The call of ``run`` in which a sum was made, as a weak reference to the replica's context.
@@ -92,6 +94,8 @@ class Note:
         """Know of a new gradient."""
         self.state, self.gradient, self.version = state, weakref.ref(gradient), gradient._version
         self.passes, self.run, self.num_computed, self.fingerprint = passes, None, 0, None
+        parameter = self.parameter()
+        self.written = 0 if parameter is None else parameter._version
 
     def follow(self, other: Note, gradient: Tensor) -> None:
         """Know what another note says, of a tensor that stands for its gradient and may be the gradient itself."""
