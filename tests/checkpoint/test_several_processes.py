@@ -111,6 +111,35 @@ def test_a_failed_write_raises_on_every_rank(process_pool, tmp_path):
         assert (counter, path) == (1, str(tmp_path / "ck-1"))
 
 
+class Meets:
+    """Its state asks the other ranks, whose copies are not asked for theirs."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+
+    def state_dict(self):
+        return {"total": self.strategy.reduce("SUM", torch.ones(()))}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def save_what_meets_other_ranks(directory):
+    strategy, messages = ts.MirroredStrategy(), []
+    for options in (None, ts.train.CheckpointOptions(enable_async=True)):
+        checkpoint = ts.train.Checkpoint(own=Meets(strategy))
+        with strategy.scope(), pytest.raises(ts.errors.DisagreementError) as raised:
+            checkpoint.write(f"{directory}/checkpoint", options=options)
+        messages.append(str(raised.value))
+    return messages, strategy.reduce("SUM", torch.ones(())).item()
+
+
+def test_a_state_that_meets_other_ranks_is_refused_on_all(process_pool, tmp_path):
+    for messages, total in process_pool(2).run(save_what_meets_other_ranks, str(tmp_path), timeout_s=20):
+        assert all("test_several_processes.py:" in message and "(state_dict)" in message for message in messages)
+        assert total == 2.0
+
+
 def restore_where_one_rank_cannot(directory):
     strategy = ts.MirroredStrategy()
     objects = make(strategy)

@@ -29,13 +29,13 @@ def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:
         return
     place = absolute(path)
     operation = f"writing of checkpoint {os.path.basename(path)}"
-    failure = _failure_of(write) if strategy.is_chief else None
+    failure = _failure_of(strategy, write) if strategy.is_chief else None
     reports = strategy.workers.exchange(operation, [place, *_describe_write(failure)])
     _raise_first(reports, failure)
     place_of_chief = reports[0][0]
     if any(other != place_of_chief for other, *_ in reports):
         strategy._take_up_new()  # before the first run the others' initial values are still their own
-        failure = _failure_of(write) if place != place_of_chief else None
+        failure = _failure_of(strategy, write) if place != place_of_chief else None
         _raise_first(strategy.workers.exchange(operation, [place, *_describe_write(failure)]), failure)
 
 
@@ -61,7 +61,7 @@ def begin_together(strategy: Any, path: str, begin: Callable[[], None]) -> None:
     places = strategy.workers.exchange(f"places of checkpoint {os.path.basename(path)}", place)
     if any(other != places[0] for other in places):
         strategy._take_up_new()  # before the first run the others' initial values are still their own
-    failure = _failure_of(begin) if strategy.is_chief or place != places[0] else None
+    failure = _failure_of(strategy, begin) if strategy.is_chief or place != places[0] else None
     agree_on_write(strategy, path, failure)
 
 
@@ -131,10 +131,15 @@ def _raise_different_paths(names: list[str]) -> NoReturn:
     )
 
 
-def _failure_of(write: Callable[[], None]) -> Exception | None:
+def _failure_of(strategy: Any, write: Callable[[], None]) -> Exception | None:
+    watch = strategy.workers.watch
+    num_collectives = watch.num_collectives
     try:
         write()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
+    except Exception as error:
+        # A state_dict that called a collective has met the ranks that wait for this report: they wait no more.
+        if watch.num_collectives != num_collectives:
+            raise
         return error
     return None
 
