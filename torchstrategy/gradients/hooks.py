@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context, is_updating
-from torchstrategy.base.log import call_site, warn_once
+from torchstrategy.base.log import call_site
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.gradients.ledger import hear_all
 from torchstrategy.replicas.mirrored import resolve
@@ -262,13 +262,7 @@ def _telling_of_clearing(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         written = ledger.with_written(context.local_id)
         result = zero_grad(*args, **kwargs)
         if any(parameter.grad is not grad or grad._version != version for parameter, grad, version in written):
-            warn_once(
-                "Parameters were changed between `backward` and `zero_grad`, and their gradients were not summed over "
-                "the replicas. If the change was computed from the gradients, as by SAM's `first_step`, each replica "
-                "has made another one: call `ts.get_replica_context().sum_gradients(optimizer)` before it. (A change "
-                f"that is the same on all replicas does no harm.) They were cleared at {call_site()}.",
-                of=ledger,
-            )
+            ledger.cleared_at = call_site()
         ledger.sweep(context.local_id)
         return result
 

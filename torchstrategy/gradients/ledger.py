@@ -70,6 +70,8 @@ class GradientLedger:
         self._num_computed = [0] * num_local
         #: For each, how often it was looked at what had become of gradients that were about to be cleared.
         self._num_looks = [0] * num_local
+        #: Where a replica's own gradients were cleared in this run after their parameters had been changed.
+        self.cleared_at = ""
         #: Numbers of backward passes.
         self.passes = itertools.count(1)
         #: How many steps have used the gradient of a parameter that is an optimizer's first, by its id.
@@ -297,6 +299,7 @@ class GradientLedger:
         Raises:
             RuntimeError: as ``hear``.
         """
+        self.cleared_at = ""
         with contextlib.suppress(RuntimeError) if has_failed else contextlib.nullcontext():
             with self._lock:
                 try:

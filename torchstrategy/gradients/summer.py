@@ -249,7 +249,10 @@ class GradientSummer:
         return plan, looks
 
     def _look_for_edits(self, parts: Sequence[GradientSum]) -> None:
-        """Warn of gradients that were clipped before the sum; only now and then, for it may wait for an accelerator."""
+        """Warn of gradients that were used before the sum.
+
+        Of clipped ones only now and then, for it may wait for an accelerator.
+        """
         self._num_calls += 1
         if self._looks_at_edits() and self._are_edited(parts):
             warn_once(
@@ -257,6 +260,15 @@ class GradientSummer:
                 "this replica's part was clipped and not the gradient of the whole batch: call "
                 "`ts.get_replica_context().sum_gradients(optimizer)` before `clip_grad_norm_` or `clip_grad_value_`. "
                 f"(A factor that is the same on all replicas does no harm.) The sum was made at {call_site()}.",
+                of=self,
+            )
+        if cleared_at := self.ledger.cleared_at:
+            self.ledger.cleared_at = ""
+            warn_once(
+                "Parameters were changed between `backward` and `zero_grad`, and their gradients were not summed over "
+                "the replicas. If the change was computed from the gradients, as by SAM's `first_step`, each replica "
+                "has made another one: call `ts.get_replica_context().sum_gradients(optimizer)` before it. (A change "
+                f"that is the same on all replicas does no harm.) They were cleared at {cleared_at}.",
                 of=self,
             )
 
