@@ -64,6 +64,43 @@ def mean_square(output, y):
     return ts.nn.compute_average_loss((output - y).square().mean(1), global_batch_size="actual")
 
 
+class Growing(nn.Module):
+    """Gets parameters while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.layer.register_parameter("factor", None)
+        self.offsets = nn.ParameterList()
+
+    def forward(self, x):
+        output = self.layer(x).tanh() + sum(self.offsets)
+        return output if self.layer.factor is None else output * self.layer.factor
+
+
+def growing(devices=None):
+    torch.manual_seed(0)
+    strategy = ts.MirroredStrategy(devices)
+    with strategy.scope():
+        model = Growing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        mean_square(model(x), y).backward()
+        optimizer.step()
+
+    for number, batch in enumerate(batches(strategy)):
+        if number == 1:
+            model.layer.factor = nn.Parameter(torch.ones(1).double())
+            optimizer.add_param_group({"params": [model.layer.factor]})
+        if number > 2:
+            model.offsets.append(nn.Parameter(torch.zeros(1).double()))
+            optimizer.add_param_group({"params": [model.offsets[-1]], "lr": 0.1 / number})
+        strategy.run(step, args=batch)
+    return flat(model)
+
+
 def train(devices, make):
     torch.manual_seed(0)
     strategy = ts.MirroredStrategy(devices)

@@ -11,7 +11,7 @@ from tests.replicas import right_programs as programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Buffer .* has got another value on each replica")
 
-SAME_AS_ONE = [programs.abstract_class, programs.generic_class, programs.disabled_scaler]
+SAME_AS_ONE = [programs.abstract_class, programs.generic_class, programs.disabled_scaler, programs.growing]
 SAME_IN_EVERY_HOSTING = [programs.gan_with_batch_norm, programs.quantization_aware, programs.own_moving_averages]
 
 

@@ -144,6 +144,7 @@ class ReplicaGradients:
         if known is not None and known[1] == keys and known[0]() is optimizer:
             return
         if not all(self.owns(local_id, parameter) for parameter in parameters):
+            self._hosting.look_again()
             self.refresh()
         for parameter in parameters:
             if isinstance(parameter, Variable) and parameter.synchronization is VariableSynchronization.ON_READ:

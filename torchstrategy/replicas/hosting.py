@@ -143,6 +143,9 @@ class Hosting(Protocol):
     def slots(self) -> list[Slot]:
         """Return where every parameter and buffer of the recorded modules lives, on each local replica."""
 
+    def look_again(self) -> None:
+        """Let ``slots`` find parameters that modules have got meanwhile, if it does not see to that by itself."""
+
     def takes_turns(self) -> bool:
         """Say whether only one replica of this process computes at a time, until it meets the others or is done."""
         return False
@@ -268,6 +271,10 @@ class DirectHosting(Hosting):
     @override
     def takes_turns(self) -> bool:
         return True
+
+    @override
+    def look_again(self) -> None:
+        self._slots = None
 
     @override
     def slots(self) -> list[Slot]:
