@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.replicas import edits
 
 
 @pytest.fixture(params=[2, 3])
@@ -454,3 +455,40 @@ def test_processes_that_update_by_their_own_gradients_are_warned_of(process_pool
             assert "changed a parameter (shape (1, 2)), but has met no other process" in text
         assert found == {update.__name__: [] for update in IN_STEP}
     assert all(text == [] for text in warnings_of_updates(["cpu:0"]).values())
+
+
+class Scaled(nn.Linear):
+    """Has a buffer, and a tensor that is a plain attribute."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("factor", torch.ones(()))
+        self.offset = torch.zeros(())
+
+
+def ends(_):
+    pass
+
+
+def fails(strategy):
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+
+
+def compares(strategy):
+    strategy.check_sync()
+
+
+@pytest.mark.parametrize("before", [ends, fails, compares])
+@pytest.mark.parametrize("name", ["weight", "factor", "offset"])
+def test_what_is_written_past_the_version_counter_outside_run_follows(strategy, monkeypatch, before, name):
+    monkeypatch.setattr(edits, "_SHARE", 0.0)  # so that nothing depends on the time
+    monkeypatch.setattr(edits, "_NUM_RUNS_BETWEEN", 1000)
+    with strategy.scope():
+        module = Scaled()
+    if before is not compares:  # which takes the module up by itself
+        strategy.run(lambda: module.weight.sum().item())
+    before(strategy)
+    getattr(module, name).data.fill_(7.0)
+    found = strategy.run(lambda: getattr(module, name).mean().item())
+    assert set(strategy.experimental_local_results(found)) == {7.0}

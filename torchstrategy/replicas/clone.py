@@ -180,6 +180,15 @@ class ReplicaSet:
                 of_modules += tensors_of(mirror).slots
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
+    def attribute_slots(self) -> list[Slot]:
+        """Return where tensors that are plain attributes of modules live."""
+        found: list[Slot] = []
+        for mirror in self._mirrors():
+            if mirror.is_module:
+                dicts = tuple(vars(body) for body in mirror.bodies)
+                found += [(dicts, name) for name, value in dicts[0].items() if isinstance(value, Tensor)]
+        return found
+
     def optimizers(self) -> list[tuple[Optimizer, ...]]:
         """Return the replicas' copies of each optimizer."""
         return [mirror.bodies for mirror in self._mirrors() if isinstance(mirror.bodies[0], Optimizer)]

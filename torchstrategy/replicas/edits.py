@@ -3,8 +3,8 @@
 Such a write reaches replica 0's tensor only. At the end of a run the replicas hold equal bits; what replica 0 holds
 otherwise when the next run starts was written in between, and is copied to the others. All tensors are looked at as
 long as that takes less than one hundredth of the time of the runs, else as many as that time allows, in turn. Once a
-write was found, all of them are looked at in every run. The first parameters are looked at whatever it takes, so that
-a small model does not depend on the clock.
+write was found, all of them are looked at in every run. The first parameters and buffers are looked at whatever it
+takes, so that a small model does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ class OutsideEdits:
         self._credit = 0.0
         self._has_found = False
 
+    def look(self) -> None:
+        """Remember what the replicas hold alike outside ``run``, where they were made or a run has failed."""
+        self._parts = _parts_of(self._slots(), self._written_past)
+        for part in self._parts:
+            if part.is_first:  # of which some may have been written to in a way that torch tells of
+                self._watch(part, [column for column in part.columns() if _are_equal(part, [column])])
+
     def before_run(self) -> None:
         """Give the other replicas what was written to replica 0's tensors since ``after_run``."""
         self.catch_up()
@@ -139,10 +146,13 @@ class OutsideEdits:
     def _look_at(self, part: _Part) -> None:
         columns = part.columns()
         if columns and _are_equal(part, columns):
-            self._watched.append(_Watched(part, [_state(column[0]) for column in columns]))
+            self._watch(part, columns)
         else:
             for column in columns:
                 self._refuse_divergence(column)
+
+    def _watch(self, part: _Part, columns: Sequence[Sequence[Tensor]]) -> None:
+        self._watched.append(_Watched(part, [_state(column[0]) for column in columns]))
 
     def renew(self) -> None:
         """Look at new modules too."""
@@ -198,11 +208,12 @@ def _parts_of(slots: Sequence[Slot], written_past: Collection[int]) -> list[_Par
         part.members.append(members)
         open_parts[key] = (part, filled + count)
     parts.sort(key=lambda part: (not part.is_first, part.is_buffer))
-    for k, part in enumerate(parts):
-        if not part.is_first:  # of all others one
-            parts[k] = part._replace(is_first=True)
-            break
-    return parts
+    for is_buffer in (False, True):  # of all others one of each
+        for k, part in enumerate(parts):
+            if not part.is_first and part.is_buffer == is_buffer:
+                parts[k] = part._replace(is_first=True)
+                break
+    return sorted(parts, key=lambda part: not part.is_first)
 
 
 def _changed(entry: _Watched) -> list[list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -75,7 +76,9 @@ class ThreadedHosting(Hosting):
         if concurrent and sum(device.type == "cpu" for device in placement.devices) > 1:
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._placement.name_of)
-        self._edits = OutsideEdits(self._set.slots, self._placement.name_of, record.written_past)
+        self._edits = OutsideEdits(
+            lambda: self._set.slots() + self._set.attribute_slots(), self._placement.name_of, record.written_past
+        )
         #: What the last run's error said, if it failed: the replicas may not have come equally far. The error itself
         #: would hold all that the function held.
         self._failure = ""
@@ -121,6 +124,9 @@ class ThreadedHosting(Hosting):
             for obj in new:
                 self._record.put_back(obj)
             raise
+        if not self._depth:
+            self._edits.before_run()
+            self._look()
 
     @override
     def leave_scope(self) -> None:
@@ -131,6 +137,7 @@ class ThreadedHosting(Hosting):
         self._edits.catch_up()
         self._set.before_run()
         self._set.after_run()
+        self._look()
 
     @override
     def takes_turns(self) -> bool:
@@ -190,6 +197,7 @@ class ThreadedHosting(Hosting):
                 torch.set_num_threads(num_threads)
             if outermost:
                 self._check.forget()
+                self._compare_if_failed()
         return results
 
     def _end_outermost(self, seconds: float) -> None:
@@ -219,6 +227,19 @@ class ThreadedHosting(Hosting):
                 "all replicas at the same point."
             )
         self._failure = ""
+
+    def _compare_if_failed(self) -> None:
+        """Look whether the replicas are equal all the same: what differs when the next run starts was then written."""
+        if self._failure:
+            with contextlib.suppress(Exception):  # the run's own error says more
+                if not differences_between_copies(self._set.slots(), self._placement.name_of):
+                    self._failure = ""
+                    self._look()
+
+    def _look(self) -> None:
+        """Remember what the replicas hold alike outside ``run``, to tell what is written there."""
+        if self.run_hooks is None and not self._failure:
+            self._edits.look()
 
     def _begin_streams(self, *, outermost: bool) -> None:
         """Take the random streams from the program, or from the merge function that calls ``run``."""
