@@ -144,7 +144,7 @@ class Hosting(Protocol):
         """Return where every parameter and buffer of the recorded modules lives, on each local replica."""
 
     def look_again(self) -> None:
-        """Let ``slots`` find parameters that modules have got meanwhile, if it does not see to that by itself."""
+        """Let ``slots`` find parameters that modules have got meanwhile."""
 
     def takes_turns(self) -> bool:
         """Say whether only one replica of this process computes at a time, until it meets the others or is done."""

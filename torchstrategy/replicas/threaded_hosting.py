@@ -144,6 +144,10 @@ class ThreadedHosting(Hosting):
         return not self._concurrent
 
     @override
+    def look_again(self) -> None:
+        pass  # facades tell of what their modules get
+
+    @override
     def slots(self) -> list[Slot]:
         return self._set.slots()
 
