@@ -100,7 +100,7 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
             found |= {f"{name}[{key!r}]": member for key, member in value.items()}
         elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
             found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
-    for name, value in list(found.items()):
+    for name, value in found.copy().items():
         if isinstance(value, nn.Module):
             found |= {f"{name}.{key}": buffer for key, buffer in _counters_of(value)}
     return {name: int(value) for name, value in found.items() if type(value) is int or _is_count(value)}
