@@ -458,12 +458,14 @@ def test_processes_that_update_by_their_own_gradients_are_warned_of(process_pool
 
 
 class Scaled(nn.Linear):
-    """Has a buffer, and a tensor that is a plain attribute."""
+    """Has a buffer, and tensors that are plain attributes, or in one."""
 
     def __init__(self):
         super().__init__(2, 1)
         self.register_buffer("factor", torch.ones(()))
         self.offset = torch.zeros(())
+        self.held = [torch.zeros(())]
+        self.named = {"offset": torch.zeros(())}
 
 
 def ends(_):
@@ -480,8 +482,18 @@ def compares(strategy):
 
 
 @pytest.mark.parametrize("before", [ends, fails, compares])
-@pytest.mark.parametrize("name", ["weight", "factor", "offset"])
-def test_what_is_written_past_the_version_counter_outside_run_follows(strategy, monkeypatch, before, name):
+@pytest.mark.parametrize(
+    "tensor_of",
+    [
+        lambda module: module.weight,
+        lambda module: module.factor,
+        lambda module: module.offset,
+        lambda module: module.held[0],
+        lambda module: module.named["offset"],
+    ],
+    ids=["parameter", "buffer", "attribute", "in a list", "in a dict"],
+)
+def test_what_is_written_past_the_version_counter_outside_run_follows(strategy, monkeypatch, before, tensor_of):
     monkeypatch.setattr(edits, "_SHARE", 0.0)  # so that nothing depends on the time
     monkeypatch.setattr(edits, "_NUM_RUNS_BETWEEN", 1000)
     with strategy.scope():
@@ -489,6 +501,6 @@ def test_what_is_written_past_the_version_counter_outside_run_follows(strategy, 
     if before is not compares:  # which takes the module up by itself
         strategy.run(lambda: module.weight.sum().item())
     before(strategy)
-    getattr(module, name).data.fill_(7.0)
-    found = strategy.run(lambda: getattr(module, name).mean().item())
+    tensor_of(module).data.fill_(7.0)
+    found = strategy.run(lambda: tensor_of(module).mean().item())
     assert set(strategy.experimental_local_results(found)) == {7.0}

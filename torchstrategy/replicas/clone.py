@@ -35,7 +35,7 @@ from torchstrategy.replicas.copies import (
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
-from torchstrategy.replicas.module_tensors import Slot, Stamp, grad_stamp, leaf_grad, tensors_of
+from torchstrategy.replicas.module_tensors import Slot, Stamp, attribute_slots, grad_stamp, leaf_grad, tensors_of
 from torchstrategy.replicas.object_hooks import is_plain, recorded_in
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
@@ -181,13 +181,8 @@ class ReplicaSet:
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def attribute_slots(self) -> list[Slot]:
-        """Return where tensors that are plain attributes of modules live."""
-        found: list[Slot] = []
-        for mirror in self._mirrors():
-            if mirror.is_module:
-                dicts = tuple(vars(body) for body in mirror.bodies)
-                found += [(dicts, name) for name, value in dicts[0].items() if isinstance(value, Tensor)]
-        return found
+        """Return where tensors live that are attributes of modules, or in a list or dict that is one."""
+        return [slot for mirror in self._mirrors() if mirror.is_module for slot in attribute_slots(mirror.bodies)]
 
     def optimizers(self) -> list[tuple[Optimizer, ...]]:
         """Return the replicas' copies of each optimizer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -13,9 +13,11 @@ from torchstrategy.replicas.mirrored import Mirror
 from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["ModuleTensors", "Slot", "Stamp", "buffers_read", "grad_stamp", "leaf_grad", "tensors_of"]
+__all__ = ["ModuleTensors", "Slot", "Stamp", "attribute_slots", "buffers_read", "grad_stamp", "leaf_grad", "tensors_of"]
 
-#: ``_parameters`` or ``_buffers`` of one module on every replica, and a name in it.
+#: What every module has.
+_TORCHS_OWN = vars(nn.Module()).keys()
+#: ``_parameters`` or ``_buffers`` of one module on every replica, or another dict, and a name in it.
 Slot = tuple[tuple[dict[str, Any], ...], str]
 Stamp = tuple[int, int, int, bool, int, int]
 
@@ -137,6 +139,27 @@ def buffers_read(module: nn.Module) -> list[Tensor]:
         for buffer in child._buffers.values()
         if buffer is not None and not buffer.is_inference()
     ]
+
+
+def attribute_slots(bodies: Sequence[Any]) -> list[Slot]:
+    """Return where tensors live that are attributes of a module, or in a list or dict that is one.
+
+    Args:
+        bodies: each replica's copy of the module.
+    """
+    dicts = tuple(vars(body) for body in bodies)
+    found: list[Slot] = [(dicts, name) for name, value in dicts[0].items() if isinstance(value, Tensor)]
+    for name, value in dicts[0].items():
+        if isinstance(value, (list, tuple, dict)) and name not in _TORCHS_OWN:
+            held = [own.get(name) for own in dicts]
+            if all(type(copy) is type(value) for copy in held):
+                named = tuple(copy if isinstance(copy, dict) else _by_number(copy) for copy in held)
+                found += [(named, key) for key, member in named[0].items() if isinstance(member, Tensor)]
+    return found
+
+
+def _by_number(values: Iterable[Any]) -> dict[str, Any]:
+    return {str(number): value for number, value in enumerate(values)}
 
 
 def grad_stamp(tensor: Tensor) -> tuple[int, int]:
