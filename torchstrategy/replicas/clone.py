@@ -34,6 +34,7 @@ from torchstrategy.replicas.copies import (
     with_submodules,
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
+from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
 from torchstrategy.replicas.module_tensors import Slot, Stamp, attribute_slots, grad_stamp, leaf_grad, tensors_of
 from torchstrategy.replicas.object_hooks import is_plain, recorded_in
@@ -181,8 +182,12 @@ class ReplicaSet:
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def attribute_slots(self) -> list[Slot]:
-        """Return where tensors live that are attributes of modules, or in a list or dict that is one."""
-        return [slot for mirror in self._mirrors() if mirror.is_module for slot in attribute_slots(mirror.bodies)]
+        """Return where tensors live that are attributes of modules, or in a list or dict that is one.
+
+        Not those of metrics, of which each replica has its own part.
+        """
+        modules = [m.bodies for m in self._mirrors() if m.is_module and not is_metric(m.bodies[0])]
+        return [slot for bodies in modules for slot in attribute_slots(bodies)]
 
     def optimizers(self) -> list[tuple[Optimizer, ...]]:
         """Return the replicas' copies of each optimizer."""

@@ -91,8 +91,11 @@ class OutsideEdits:
         """Remember what the replicas hold alike outside ``run``, where they were made or a run has failed."""
         self._parts = _parts_of(self._slots(), self._written_past)
         for part in self._parts:
-            if part.is_first:  # of which some may have been written to in a way that torch tells of
-                self._watch(part, [column for column in part.columns() if _are_equal(part, [column])])
+            columns = part.columns() if part.is_first else []
+            if columns and not _are_equal(part, columns):  # some may have been written to in a way that torch tells of
+                columns = [column for column in columns if _are_equal(part, [column])]
+            if columns:
+                self._watch(part, columns)
 
     def before_run(self) -> None:
         """Give the other replicas what was written to replica 0's tensors since ``after_run``."""
@@ -246,6 +249,10 @@ def _are_equal(part: _Part, columns: Sequence[Sequence[Tensor]]) -> bool:
         part: the part.
         columns: its tensors, or some of them, each on every replica.
     """
+    rows = list(zip(*columns, strict=True))
+    if not rows[0][0].is_cpu and all(len({tensor.device for tensor in row}) == 1 for row in rows):
+        # There, each operation costs more than to copy them.
+        columns = [[torch.cat([_range(part, tensor).detach().reshape(-1) for tensor in row]) for row in rows]]
     for tensors in columns:
         first, *others = [_range(part, tensor) for tensor in tensors] if part.start or len(columns) == 1 else tensors
         for other in others:

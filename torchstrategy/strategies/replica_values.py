@@ -102,15 +102,16 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
             found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
     for name, value in found.copy().items():
         if isinstance(value, nn.Module):
-            found |= {f"{name}.{key}": buffer for key, buffer in _counters_of(value)}
+            found |= dict(_counters_of(value, name))
     return {name: int(value) for name, value in found.items() if type(value) is int or _is_count(value)}
 
 
-def _counters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _counters_of(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of a module from outside, such as an ``AveragedModel``, which may count its updates in one."""
-    for path, part in module.named_modules():
-        if owner(part) is None and mirror_of(part) is None:
-            yield from part.named_buffers(path, recurse=False)
+    if owner(module) is None and mirror_of(module) is None:
+        yield from module.named_buffers(path, recurse=False)
+        for name, child in module.named_children():
+            yield from _counters_of(child, f"{path}.{name}")
 
 
 def _is_count(value: Any) -> bool:
