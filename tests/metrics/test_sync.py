@@ -322,7 +322,7 @@ def test_reset_acts_on_every_replica(process_pool):
 
 
 def copies(strategy):
-    """A copy or a pickle of a recorded metric is a plain metric of its own."""
+    """A copy or a pickle of a recorded metric is a plain metric of what this process's replicas have seen."""
     with strategy.scope():
         metric = aggregation.SumMetric()
         collection = torchmetrics.MetricCollection([aggregation.SumMetric()])
@@ -337,9 +337,50 @@ def copies(strategy):
     return results, metric.compute().item(), collection.compute()["SumMetric"].item()
 
 
-@pytest.mark.parametrize("hosting", ["threads", "processes"])
-def test_copies_are_plain(process_pool, hosting):
-    assert hosted_by(hosting, process_pool, copies) == ([11.0] * 6, 2.0, 2.0)
+@pytest.mark.parametrize(("hosting", "expected"), [("threads", 12.0), ("processes", 11.0)])
+def test_copies_are_plain(process_pool, hosting, expected):
+    assert hosted_by(hosting, process_pool, copies) == ([expected] * 6, 2.0, 2.0)
+
+
+def moved(strategy, metrics, _):
+    assert [metric.to("cpu") is metric for metric in metrics] == [True, True]
+    torch.nn.ModuleList(metrics).double()
+
+
+def looked_into(strategy, metrics, path):
+    """What reads a state: what it holds afterwards is not the program's doing."""
+    checkpoint = ts.train.Checkpoint(total=metrics[0], seen=metrics[1])
+    checkpoint.write(path)
+    dict.fromkeys(metrics, "as a key")
+    [*metrics[0].named_modules(), metrics[0].sum_value, metrics[1].value, metrics[0].metric_state]
+    checkpoint.restore(path)
+
+
+def updated_outside(strategy, metrics, _):
+    hash(metrics[0])
+    metrics[0].update(0.0)
+
+
+def assigned(strategy, metrics, _):
+    metrics[0].sum_value = metrics[0].compute()
+
+
+@pytest.mark.parametrize("do", [moved, looked_into, updated_outside, assigned])
+def test_each_replicas_part_counts_once_whatever_is_done_outside(do, tmp_path):
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    with strategy.scope():
+        metrics = [aggregation.SumMetric(), aggregation.CatMetric()]
+
+    def step(numbers):
+        for metric in metrics:
+            metric.update(numbers)
+
+    for _ in range(2):
+        (numbers,) = strategy.experimental_distribute_dataset(torch.arange(9.0), batch_size=9)
+        strategy.run(step, args=(numbers,))
+        do(strategy, metrics, str(tmp_path / "metrics"))
+    assert metrics[0].compute() == 72
+    assert metrics[1].compute().sort().values.tolist() == sorted([*range(9)] * 2)
 
 
 def saved_and_loaded(strategy):

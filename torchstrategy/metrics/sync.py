@@ -45,6 +45,21 @@ def _on_first_replica(method: str) -> _OutsideMethod:
     return call
 
 
+def _apply(strategy: Any, bodies: Sequence[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
+    """Do what ``to`` and its kind ask for with each replica's part, which stays on its device."""
+    for body in bodies:
+        device = body.device
+        body._apply(fn, *args, **kwargs)
+        if body.device != device:
+            body.to(device)
+    return bodies[0]
+
+
+def _reduce(strategy: Any, bodies: Sequence[Any], protocol: Any) -> Any:  # noqa: ARG001
+    """Copy and pickle what this process's replicas accumulated; it never communicates."""
+    return metric_states.merged_copy(None, bodies).__reduce_ex__(protocol)
+
+
 def _state_dict(strategy: Any, bodies: Sequence[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
     """Return what this process's replicas accumulated; it never communicates, so that a chief may save alone."""
     is_stored = any(any(metric._persistent.values()) for metric in metric_states.metrics_of(bodies[0]).values())
@@ -99,11 +114,14 @@ _GATHERED = {
     "reset": _on_each_replica("reset"),
     "update": _on_first_replica("update"),
     "forward": _on_first_replica("forward"),
+    "__reduce_ex__": _reduce,
 }
 
 ADAPTERS = {
     "torchmetrics.metric.Metric": Adapter(
-        {**_GATHERED, "state_dict": _state_dict, "_load_from_state_dict": _load_from_state_dict}, _prepare_metric
+        {**_GATHERED, "state_dict": _state_dict, "_load_from_state_dict": _load_from_state_dict, "_apply": _apply},
+        _prepare_metric,
+        lambda body: body._defaults,
     ),
     "torchmetrics.collections.MetricCollection": Adapter(_GATHERED, _prepare_collection),
     "torchmetrics.wrappers.tracker.MetricTracker": Adapter(

@@ -23,6 +23,7 @@ __all__ = [
     "OutsideMethod",
     "is_a",
     "outside_methods",
+    "parts_of",
     "prepare_body",
     "register_replicas",
     "register_trace_end",
@@ -40,10 +41,12 @@ class Adapter(NamedTuple):
         outside: by name, what a method is in cross-replica context; called as ``fn(strategy, bodies, *args, **kwargs)``
             with this process's plain objects, one for each replica.
         prepare: called as ``prepare(body, local_id)`` with each replica's object, once, before its first run.
+        parts: returns by name what a replica's object holds its own part of, and what such a part begins with.
     """
 
     outside: Mapping[str, OutsideMethod] = MappingProxyType({})
     prepare: Callable[[Any, int], None] | None = None
+    parts: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 #: Which modules have the ``ADAPTERS`` of classes, by the classes' full names; subclasses count. Such a module is
@@ -99,6 +102,11 @@ def prepare_body(body: Any, local_id: int) -> None:
     for adapter in _adapters(type(body)):
         if adapter.prepare is not None:
             adapter.prepare(body, local_id)
+
+
+def parts_of(cls: type) -> Callable[[Any], Mapping[str, Any]] | None:
+    """Return what names an object's parts of something, such as of a sum, of which each replica has its own."""
+    return next((adapter.parts for adapter in _adapters(cls) if adapter.parts is not None), None)
 
 
 def _adapters(cls: type) -> list[Adapter]:

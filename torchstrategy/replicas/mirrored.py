@@ -8,6 +8,7 @@ but its ``Mirror``; a module's facade has a tree of children of its own, which a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections import UserDict
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, replicas_of
+from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, parts_of, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, places_in, snapshot
 
@@ -54,6 +55,7 @@ class Mirror:
         self.bodies = copies
         self.is_module = issubclass(cls, nn.Module)
         self.outside: dict[str, OutsideMethod] = outside_methods(cls)
+        self._parts_of = parts_of(cls)
         self.members: dict[str, _Members] = {}
         if self.is_module:
             state = copies[0].__dict__
@@ -76,7 +78,7 @@ class Mirror:
 
     def note_access(self, name: str) -> None:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
-        if name not in self._seen:
+        if name not in self._seen and not self._is_part(name):
             if name in self.held:
                 self._show_facades(name)
             self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
@@ -86,6 +88,18 @@ class Mirror:
                     member.note_all()
                     if member.is_module:
                         member.note_access("_modules")
+
+    def _is_part(self, name: str) -> bool:
+        return self._parts_of is not None and name in self._parts_of(self.bodies[0])
+
+    def write(self, name: str, value: Any) -> None:
+        """Set an attribute of every replica's object from outside; of what each has a part of, it is replica 0's."""
+        values = self.replicas.values_for(value)
+        if self._parts_of is not None and self._is_part(name):
+            values = [values[0], *(copy.deepcopy(self._parts_of(body)[name]) for body in self.bodies[1:])]
+        for body, own in zip(self.bodies, values, strict=True):
+            setattr(body, name, own)
+        self.hold(name, value)
 
     def hold(self, name: str, value: Any) -> None:
         """Keep the facades in an attribute's value for as long as it is the attribute."""
@@ -178,7 +192,8 @@ class Mirror:
         for mirror in family:
             mirror.push_changes()
         try:
-            return self.outside[name](self.replicas.strategy, self.bodies, *args, **kwargs)
+            result = self.outside[name](self.replicas.strategy, self.bodies, *args, **kwargs)
+            return self.replicas.facades_in(result)[0] if result is self.bodies[0] else result
         finally:
             for mirror in family:  # what it changed on replica 0 only is meant so
                 mirror._seen = {}
@@ -279,9 +294,7 @@ class _Facade:
             mirror.members["_modules"].clear()
             mirror.members["_modules"].update(value)
         else:
-            for body, own in zip(mirror.bodies, mirror.replicas.values_for(value), strict=True):
-                setattr(body, name, own)
-            mirror.hold(name, value)
+            mirror.write(name, value)
             _refresh_child(mirror, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -309,6 +322,9 @@ class _Facade:
 
     # No __deepcopy__: wrappers that pass attributes on, such as torch.compile's, would take it for theirs.
     def __reduce_ex__(self, protocol: Any) -> Any:
+        mirror: Mirror = object.__getattribute__(self, _MIRROR)
+        if "__reduce_ex__" in mirror.outside:
+            return mirror.call_outside("__reduce_ex__", protocol)
         return resolve(self).__reduce_ex__(protocol)
 
 
