@@ -101,6 +101,18 @@ class Mirror:
             setattr(body, name, own)
         self.hold(name, value)
 
+    def with_metrics(self, reduced: Any) -> Any:
+        """Return how a module is copied or pickled, with facades of its metrics: copies hold all replicas' parts."""
+        state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+        if not self.is_module or not isinstance(state, dict) or "_modules" not in state:
+            return reduced
+        children = dict(state["_modules"])
+        for name, child in self.members["_modules"].items():
+            mirror = mirror_of(child)
+            if mirror is not None and any("__reduce_ex__" in member.outside for member in mirror._family()):
+                children[name] = child
+        return *reduced[:2], {**state, "_modules": children}, *reduced[3:]
+
     def hold(self, name: str, value: Any) -> None:
         """Keep the facades in an attribute's value for as long as it is the attribute."""
         held = [obj for obj in self.replicas.facades_in(value) if mirror_of(obj) is not self]
@@ -325,7 +337,8 @@ class _Facade:
         mirror: Mirror = object.__getattribute__(self, _MIRROR)
         if "__reduce_ex__" in mirror.outside:
             return mirror.call_outside("__reduce_ex__", protocol)
-        return resolve(self).__reduce_ex__(protocol)
+        reduced = resolve(self).__reduce_ex__(protocol)
+        return mirror.with_metrics(reduced) if mirror.replicas.current() is None else reduced
 
 
 _FACADE_METHODS = {
