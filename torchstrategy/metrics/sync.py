@@ -46,11 +46,11 @@ def _on_first_replica(method: str) -> _OutsideMethod:
 
 
 def _apply(strategy: Any, bodies: Sequence[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
-    """Do what ``to`` and its kind ask for with each replica's part, which stays on its device."""
+    """Do what ``to`` and its kind ask for with each replica's part; of several, each stays on its device."""
     for body in bodies:
         device = body.device
         body._apply(fn, *args, **kwargs)
-        if body.device != device:
+        if len(bodies) > 1 and body.device != device:
             body.to(device)
     return bodies[0]
 
