@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import torch
 import torchmetrics
@@ -275,3 +276,21 @@ def read_over_hosts():
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def copied_and_moved():
+    """What copies hold, whether moving returns the object, and the sum after a second epoch."""
+
+    def program(strategy):
+        with strategy.scope():
+            metric = torchmetrics.SumMetric(nan_strategy="disable")
+        found = []
+        for _ in range(2):
+            (batch,) = strategy.experimental_distribute_dataset(torch.arange(8.0), batch_size=8)
+            strategy.run(lambda x: metric.update(x), args=(batch,))
+            copies = [copy.deepcopy(metric), metric.clone(), pickle.loads(pickle.dumps(metric))]
+            found += [float(copied.compute()) for copied in copies]
+            found += [metric.to("cpu") is metric, float(metric.compute())]
+        return found
+
+    return [program(strategy) for strategy in strategies()]

@@ -41,5 +41,10 @@ def test_a_replica_reads_its_own(xla_process):
     assert found == expected
 
 
+def test_copies_and_moves_are_of_all_replicas_parts(xla_process):
+    found, expected = xla_process(4).run(metric_programs.copied_and_moved)
+    assert found == expected == [28.0] * 3 + [True, 28.0] + [56.0] * 3 + [True, 56.0]
+
+
 def test_metrics_of_replicas_on_other_hosts_are_refused(xla_process):
     assert "add them up with `strategy.reduce`" in xla_process(4).run(metric_programs.read_over_hosts)

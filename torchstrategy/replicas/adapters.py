@@ -172,8 +172,10 @@ class OutsideCall:
             return self._plain(*args, **kwargs)
         _active.value = True
         try:
-            with replicas_of(self._obj()) as bodies:
-                return self._method(self._strategy, bodies, *args, **kwargs)
+            obj = self._obj()
+            with replicas_of(obj) as bodies:
+                result = self._method(self._strategy, bodies, *args, **kwargs)
+                return obj if result is bodies[0] else result
         finally:
             _active.value = False
 
