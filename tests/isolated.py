@@ -17,6 +17,7 @@ import atexit
 import collections
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -195,12 +196,13 @@ def groups_of(files: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _order(files: Sequence[str]) -> tuple[bool, int]:
+def _order(files: tuple[str, ...]) -> tuple[bool, int]:
     text = _text(files)
     return NEEDS_LATE.search(text) is not None, -len(text)  # the last ones should be short
 
 
-def _text(files: Sequence[str]) -> str:
+@functools.cache  # read for the order, when the files' turn comes and in their own process
+def _text(files: tuple[str, ...]) -> str:
     return "".join(Path(file.partition("::")[0]).read_text(encoding="utf-8") for file in files)
 
 
