@@ -78,30 +78,20 @@ class Growing(nn.Module):
         return output if self.layer.factor is None else output * self.layer.factor
 
 
+def grow(number, model, optimizer):
+    if number == 1:
+        model.layer.factor = nn.Parameter(torch.ones(1).double())
+        optimizer.add_param_group({"params": [model.layer.factor]})
+    if number > 2:
+        model.offsets.append(nn.Parameter(torch.zeros(1).double()))
+        optimizer.add_param_group({"params": [model.offsets[-1]], "lr": 0.1 / number})
+
+
 def growing(devices=None):
-    torch.manual_seed(0)
-    strategy = ts.MirroredStrategy(devices)
-    with strategy.scope():
-        model = Growing()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x, y):
-        optimizer.zero_grad()
-        mean_square(model(x), y).backward()
-        optimizer.step()
-
-    for number, batch in enumerate(batches(strategy)):
-        if number == 1:
-            model.layer.factor = nn.Parameter(torch.ones(1).double())
-            optimizer.add_param_group({"params": [model.layer.factor]})
-        if number > 2:
-            model.offsets.append(nn.Parameter(torch.zeros(1).double()))
-            optimizer.add_param_group({"params": [model.offsets[-1]], "lr": 0.1 / number})
-        strategy.run(step, args=batch)
-    return flat(model)
+    return train(devices, Growing, grow)
 
 
-def train(devices, make):
+def train(devices, make, before_run=lambda number, model, optimizer: None):
     torch.manual_seed(0)
     strategy = ts.MirroredStrategy(devices)
     with strategy.scope():
@@ -113,7 +103,8 @@ def train(devices, make):
         mean_square(model(x), y).backward()
         optimizer.step()
 
-    for batch in batches(strategy):
+    for number, batch in enumerate(batches(strategy)):
+        before_run(number, model, optimizer)
         strategy.run(step, args=batch)
     strategy.check_sync()
     return flat(model)
