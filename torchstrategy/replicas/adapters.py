@@ -104,9 +104,13 @@ def prepare_body(body: Any, local_id: int) -> None:
             adapter.prepare(body, local_id)
 
 
-def parts_of(cls: type) -> Callable[[Any], Mapping[str, Any]] | None:
+def parts_of(cls: type) -> Callable[[Any], Mapping[str, Any]]:
     """Return what names an object's parts of something, such as of a sum, of which each replica has its own."""
-    return next((adapter.parts for adapter in _adapters(cls) if adapter.parts is not None), None)
+    return next((adapter.parts for adapter in _adapters(cls) if adapter.parts is not None), _no_parts)
+
+
+def _no_parts(_: Any) -> Mapping[str, Any]:
+    return MappingProxyType({})
 
 
 def _adapters(cls: type) -> list[Adapter]:

@@ -78,7 +78,7 @@ class Mirror:
 
     def note_access(self, name: str) -> None:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
-        if name not in self._seen and not self._is_part(name):
+        if name not in self._seen and name not in self._parts_of(self.bodies[0]):
             if name in self.held:
                 self._show_facades(name)
             self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
@@ -89,13 +89,10 @@ class Mirror:
                     if member.is_module:
                         member.note_access("_modules")
 
-    def _is_part(self, name: str) -> bool:
-        return self._parts_of is not None and name in self._parts_of(self.bodies[0])
-
     def write(self, name: str, value: Any) -> None:
         """Set an attribute of every replica's object from outside; of what each has a part of, it is replica 0's."""
         values = self.replicas.values_for(value)
-        if self._parts_of is not None and self._is_part(name):
+        if name in self._parts_of(self.bodies[0]):
             values = [values[0], *(copy.deepcopy(self._parts_of(body)[name]) for body in self.bodies[1:])]
         for body, own in zip(self.bodies, values, strict=True):
             setattr(body, name, own)
