@@ -169,7 +169,7 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         if members is None and not isinstance(item, _NOT_ENTERED) and not is_closed(item):
             members = getattr(item, "__dict__", None)
         if isinstance(members, (list, dict)):
-            for key, member in list(enumerate(members) if isinstance(members, list) else members.items()):
+            for key, member in list(enumerate(members)) if isinstance(members, list) else dict(members).items():
                 yield members, key, member
 
 

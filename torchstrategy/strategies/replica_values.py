@@ -97,9 +97,9 @@ def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
             found[name] = cell.cell_contents
     for name, value in found.copy().items():
         if type(value) is dict:
-            found |= {f"{name}[{key!r}]": member for key, member in value.items()}
+            found |= {f"{name}[{key!r}]": member for key, member in dict(value).items()}
         elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
-            found |= {f"{name}.{key}": member for key, member in getattr(value, "__dict__", {}).items()}
+            found |= {f"{name}.{key}": member for key, member in dict(getattr(value, "__dict__", {})).items()}
     for name, value in found.copy().items():
         if isinstance(value, nn.Module):
             found |= dict(_counters_of(value, name))
