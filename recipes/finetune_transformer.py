@@ -107,9 +107,11 @@ def encode(config: DictConfig) -> tuple[Tensor, int | None]:
     """Return a text in blocks of tokens, or of bytes where no checkpoint brings a tokenizer, and what hides a token."""
     text = Path(config.text).read_text("utf-8") if config.text else "\n".join(pydoc_data.topics.topics.values())
     tokens, mask = list(text[: config.max_characters].encode()), 256
-    if config.checkpoint:
+    if config.checkpoint and Path(config.checkpoint, "tokenizer_config.json").exists():
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.checkpoint, local_files_only=True)
         tokens, mask = tokenizer(text[: config.max_characters])["input_ids"], tokenizer.mask_token_id
+    if len(tokens) < 10 * config.block:
+        raise ValueError(f"The text must have at least ten blocks of {config.block} tokens. It has {len(tokens)} tokens.")
     return torch.tensor(tokens[: len(tokens) // config.block * config.block]).view(-1, config.block), mask
 
 

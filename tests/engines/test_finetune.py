@@ -60,6 +60,7 @@ def test_a_second_start_goes_on_and_the_model_can_be_trained_further(tmp_path):
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(b"The ")])).logits
     assert logits.shape == (1, 4, 257)
+    assert losses(train(tmp_path / "of_bytes", f"checkpoint={saved}"))[0] < straight[-2]  # it brings no tokenizer
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<u>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=257, special_tokens=["<u>"], show_progress=False)
