@@ -1,5 +1,6 @@
 """A run that ends at any step goes on with exactly what was missing, on any number of replicas and processes."""
 
+import itertools
 from collections import Counter
 from functools import partial
 from itertools import chain
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import torchstrategy as ts
 from tests.data.profiles import quick, thorough
@@ -20,9 +21,12 @@ from tests.data.resuming import (
     WITH_WORKERS,
     distribute_data,
     distribute_files,
+    local_numbers,
     relay,
     run,
+    through_a_file,
 )
+from tests.programs import cpu_devices
 from torchstrategy.data.prefetch import DeviceCopies
 
 FOUR_TWO_THREE = [
@@ -172,3 +176,68 @@ def test_any_stops_thoroughly(kind, **case):
 @thorough(300)
 def test_any_stops_of_own_streams_thoroughly(**case):
     check_own(**case)
+
+
+# Back to where an iteration began
+
+
+class Drawn(IterableDataset):
+    """Batches that a generator of its own draws."""
+
+    def __init__(self):
+        self._generator = torch.Generator().manual_seed(7)
+
+    def __iter__(self):
+        for _ in range(3):
+            yield torch.randint(99, (4,), generator=self._generator)
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+def shuffled(**options):
+    return ts.data.Dataset.range(10).shuffle(10, seed=3, **options)
+
+
+BEGINNINGS = {
+    "pipeline": lambda: shuffled().batch(4),
+    "pipeline that goes on for ever": lambda: shuffled().batch(4).repeat(),
+    "pipeline of one order": lambda: shuffled(reshuffle_each_iteration=False).batch(4),
+    "generator of a loader": lambda: DataLoader(range(10), 4, shuffle=True, generator=seeded()),
+    "generator of a sampler": lambda: DataLoader(range(10), 4, sampler=RandomSampler(range(10), generator=seeded())),
+    "generator of the data": Drawn,
+    "generator of a loader's stream": lambda: DataLoader(Drawn(), batch_size=None),
+    "loader of a pipeline": lambda: DataLoader(shuffled(), 4),
+    "loader of a pipeline's batches": lambda: DataLoader(shuffled().batch(4), batch_size=None),
+}
+
+
+def rollback(make, num_before, num_after, *, is_begun, is_fresh):
+    """Return the elements that came after a state was taken, and those that come after it was put back."""
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    dataset = strategy.experimental_distribute_dataset(make())
+    elements = chain.from_iterable(itertools.repeat(dataset))  # epoch after epoch
+    for _ in range(num_before):
+        next(elements)
+    if is_begun:
+        iter(dataset)
+    state = through_a_file(dataset.state_dict())
+    if is_begun or not num_before:
+        elements = chain.from_iterable(itertools.repeat(dataset))
+    expected = [local_numbers(next(elements)) for _ in range(7)]
+    if is_fresh:
+        dataset = strategy.experimental_distribute_dataset(make())
+    elements = chain.from_iterable(itertools.repeat(dataset))
+    for _ in range(num_after):
+        next(elements)
+    dataset.load_state_dict(state)
+    elements = chain.from_iterable(itertools.repeat(dataset))
+    return expected, [local_numbers(next(elements)) for _ in range(7)]
+
+
+@pytest.mark.parametrize("kind", BEGINNINGS)
+def test_a_state_of_a_beginning_brings_its_order_back(kind):
+    for num_before, num_after, is_begun, is_fresh in itertools.product((0, 2, 4), (0, 2, 5), (False, True), (0, 1)):
+        expected, got = rollback(BEGINNINGS[kind], num_before, num_after, is_begun=is_begun, is_fresh=is_fresh)
+        assert got == expected, (num_before, num_after, is_begun, is_fresh)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchstrategy.base import tree
 from torchstrategy.base.devices import Placement
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OrderDigest",
+    "RandomSource",
     "SharedStream",
     "Workers",
     "check_equal",
@@ -74,6 +75,16 @@ class Workers(Protocol):
         """Tell the other ranks that this one failed, so that none waits for it."""
 
 
+class RandomSource(Protocol):
+    """What random numbers are drawn from: a ``torch.Generator``, or what a pipeline remembers between iterations."""
+
+    def get_state(self) -> Tensor:
+        """Return the state, in bytes."""
+
+    def set_state(self, state: Tensor, /) -> Any:
+        """Put a state back."""
+
+
 class SharedStream:
     """Random numbers for what decides the order of the data: the same on every rank, and the same after a resume.
 
@@ -91,7 +102,7 @@ class SharedStream:
     def __init__(
         self,
         workers: Workers | None,
-        generators: Sequence[torch.Generator],
+        generators: Sequence[RandomSource],
         start: Sequence[Tensor] | None = None,
         current: Tensor | None = None,
     ) -> None:
@@ -187,19 +198,29 @@ def check_equal(workers: Workers, operation: str, payload: Any, advice: str) -> 
         raise DisagreementError(f"The ranks disagree about the {operation}. {rows}. {advice}")
 
 
-def find_generators(data: Any) -> list[torch.Generator]:
-    """Return the torch generators that a loader, its batch sampler and its samplers hold, each once."""
-    found: dict[int, torch.Generator] = {}
+def find_generators(data: Any) -> list[RandomSource]:
+    """Return what a loader's order is drawn from beside torch's default generator, each once.
+
+    These are the torch generators that the loader, its batch sampler and its samplers hold; and, where it has no
+    sampler, those of its dataset, and what a ``ts.data.Dataset`` remembers.
+    """
+    found: dict[int, RandomSource] = {}
     pending, seen = [data], set()
     while pending:
         holder = pending.pop(0)
         if id(holder) in seen:
             continue
         seen.add(id(holder))
+        if is_pipeline(holder) and holder is not data:  # which has a position of its own
+            if memories := holder._memories():
+                found[id(holder)] = memories
+            continue
         attributes = getattr(holder, "__dict__", {})
         found.update((id(value), value) for value in attributes.values() if isinstance(value, torch.Generator))
         pending.extend(attributes[name] for name in ("batch_sampler", "sampler") if name in attributes)
-        if isinstance(holder, DataLoader) and holder.batch_sampler is None:
+        if isinstance(holder, DataLoader) and (
+            holder.batch_sampler is None or isinstance(holder.dataset, IterableDataset)
+        ):
             pending.append(holder.dataset)
     return list(found.values())
 

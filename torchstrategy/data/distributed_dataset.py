@@ -228,15 +228,14 @@ class DistributedDataset:
         return f"{self._sharding.policy.name}: {self._sharding.reason}. {self._source.how} {replicas}"
 
     def _full_state(self, cursor: Cursor) -> dict[str, Any]:
-        position = cursor.local_state()
-        if position is not None and not cursor.is_at_start:
-            position = cursor.source.combine(position)
-        return {
-            "kind": cursor.source.kind,
-            "step": 0 if position is None else position["step"],
-            "is_finished": position is not None and position["is_finished"],
-            "position": position,
-        }
+        source, position = cursor.source, cursor.local_state()
+        begins = position is None
+        if position is None:  # like the end of the one before: what the next one's order is drawn from counts, too
+            position = {**source.start(None).position.state(), "is_finished": True}
+        if begins or not cursor.is_at_start:
+            position = source.combine(position)
+        is_finished = position["is_finished"] and not begins
+        return {"kind": source.kind, "step": position["step"], "is_finished": is_finished, "position": position}
 
 
 class OptionalElement:

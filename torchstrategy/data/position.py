@@ -140,7 +140,8 @@ class StreamReader:
     def _go_on(self, state: dict[str, Any]) -> None:
         """Bring the data to where the state was taken."""
         position = self._position
-        if (state["data"] is not None) != is_resumable(self.data):
+        is_of_start = self._starts_anew and state["num_read"] == 0
+        if not is_of_start and (state["data"] is not None) != is_resumable(self.data):
             has, had = ("a", "no") if state["data"] is None else ("no", "a")
             raise InvalidArgumentError(
                 f"The state to resume from is of data with {had} state_dict of its own, but a "
@@ -190,6 +191,7 @@ class StreamPosition:
     def __init__(self, data: Any, stream: SharedStream, resume: dict[str, Any] | None) -> None:
         self._data = data
         self._is_resumable = is_resumable(data)
+        self._was_opened = False
         # torch has one iterator for all iterations of such a loader
         self._is_persistent = isinstance(data, DataLoader) and data.persistent_workers
         self.stream = stream
@@ -200,6 +202,7 @@ class StreamPosition:
 
     def open(self) -> None:
         """Note that an iteration over the data has begun."""
+        self._was_opened = True
         if (self._is_resumable or self._is_persistent) and _can_be_watched(self._data):
             _latest[self._data] = weakref.ref(self)
 
@@ -222,12 +225,14 @@ class StreamPosition:
         """Return the position after the last element, as plain data."""
         if self.resume is not None:
             return self.resume
+        # At the start others may have no position yet, or make one by starting their workers.
+        has_state = self._is_resumable and (self._was_opened or is_pipeline(self._data))
         return {
             "num_read": self.num_read,
             "is_finished": self.is_finished,
             "sample": self.sample,
             "random": random_state(self.stream, self._data),
-            "data": self._state_of_data() if self._is_resumable else None,
+            "data": self._state_of_data() if has_state else None,
         }
 
     def _state_of_data(self) -> Any:
@@ -246,10 +251,8 @@ def is_resumable(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
-def random_state(stream: SharedStream, data: Any) -> dict[str, Any] | None:
-    """Return the random states that an iteration started with, and those of now."""
-    if stream.start is None:
-        return None
+def random_state(stream: SharedStream, data: Any) -> dict[str, Any]:
+    """Return the random states that an iteration started with, if it has, and those of now."""
     now = [generator.get_state() for generator in find_generators(data)]
     return {"start": stream.start, "current": stream.current, "now": now}
 

@@ -27,6 +27,7 @@ from torchstrategy.data.pipeline.iteration import (
     without_buffers,
 )
 from torchstrategy.data.pipeline.op import INFINITE_CARDINALITY, Op
+from torchstrategy.data.pipeline.randomness import Memories
 from torchstrategy.errors import InvalidArgumentError
 
 __all__ = ["Pipeline"]
@@ -112,6 +113,11 @@ class Pipeline(IterableDataset[Any]):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         self._position.check(state)
+
+    def _memories(self) -> Memories | None:
+        """Return what decides the next iteration's order beside torch's default generator, if anything does."""
+        memories = [op.memory for op in self._op.random_ops()]
+        return Memories(memories) if memories else None
 
     def cardinality(self) -> int:
         """Return the number of elements, as far as it is known without reading them.

@@ -224,9 +224,7 @@ class PipelineIterator(Iterator[Any]):
         state = self._loaded
         if state is not None:
             for op, (iteration, base) in zip(self._op.random_ops(), state["memories"], strict=True):
-                op.memory.iteration = iteration
-                if base is not None:
-                    op.memory.bases[:] = [base]
+                op.memory.recall(iteration, base)
             self._op.adopt(state["keys"])
         continues = state is not None and state["position"] is not None
         self._keys = state["keys"] if continues else self._op.resolve(self._make_draws())  # type: ignore[index]

@@ -22,6 +22,7 @@ from torchstrategy.errors import InvalidArgumentError
 __all__ = [
     "Draws",
     "KeyedDraws",
+    "Memories",
     "Memory",
     "Rejection",
     "Weighted",
@@ -50,6 +51,43 @@ class Memory:
     def base(self) -> int | None:
         """The order it drew once."""
         return self.bases[0] if self.bases else None
+
+    def recall(self, iteration: int, base: int | None) -> None:
+        """Remember what was so before; an order that was drawn once stays if there was none."""
+        self.iteration = iteration
+        if base is not None:
+            self.bases[:] = [base]
+
+
+class Memories:
+    """What the random operations of a pipeline remember, as the state of a generator.
+
+    Args:
+        memories: those of the operations.
+    """
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self._memories = memories
+
+    def get_state(self) -> Tensor:
+        """Return it in bytes."""
+        numbers = [[memory.iteration, -1 if memory.base is None else memory.base] for memory in self._memories]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").flatten().view(torch.uint8)
+
+    def set_state(self, state: Tensor) -> None:
+        """Put it back; an order that was drawn once stays if there was none.
+
+        Raises:
+            InvalidArgumentError: it is of another pipeline.
+        """
+        numbers = state.clone().view(torch.int64).tolist()
+        if len(numbers) != 2 * len(self._memories):
+            raise InvalidArgumentError(
+                f"The state to resume from is of a ts.data.Dataset with {len(numbers) // 2} random operations, this "
+                f"one has {len(self._memories)}. Build the same dataset as when the state was taken."
+            )
+        for memory, iteration, base in zip(self._memories, numbers[::2], numbers[1::2], strict=True):
+            memory.recall(iteration, None if base < 0 else base)
 
 
 class Draws:
