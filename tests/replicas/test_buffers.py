@@ -1,5 +1,6 @@
 """Buffers: their mean over replicas that had examples, at ``optimizer.step`` or on demand."""
 
+import gc
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from torchstrategy.replicas.buffers import _key
 from torchstrategy.replicas.mirrored import bodies
 
 pytestmark = pytest.mark.filterwarnings("ignore:Buffer .* has got another value on each replica")
@@ -151,6 +153,39 @@ def test_sync_buffers_without_a_step(strategy):
     assert [body.mean.item() for body in bodies(model)] == pytest.approx([(n - 1) / 2] * n)
     with pytest.raises(RuntimeError, match="cross-replica context"):
         strategy.run(strategy.sync_buffers)
+
+
+def test_what_is_recorded_later_hides_no_change(strategy):
+    made = [make(strategy), make(strategy)]
+    (model, _), (other, optimizer) = made
+
+    def step():
+        model.mean.fill_(ts.get_replica_context().replica_id_in_sync_group)
+        optimizer.zero_grad()
+        other(torch.ones(2)).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step)
+    made.append(make(strategy))
+    strategy.run(lambda: None)
+    strategy.sync_buffers()
+    n = strategy.num_replicas_in_sync
+    assert [body.mean.item() for body in bodies(model)] == pytest.approx([(n - 1) / 2] * n)
+
+
+def test_nothing_is_known_of_buffers_that_are_gone(strategy):
+    """New ones may lie in their places."""
+    for _ in range(3):
+        model, optimizer = make(strategy)
+        gc.collect()
+        step_on(strategy, model, optimizer, torch.ones(4), 4)
+    buffers = strategy._buffers
+    keys = set(map(_key, buffers.candidates()))
+    assert len(keys) == 4
+    assert {*buffers._stamps} == keys
+    assert {*buffers._num_stores, *buffers._silent._values, *buffers._silent._num_looks} <= keys
+    assert len(buffers._of_plan) == 1
 
 
 def test_buffer_loaded_outside_reaches_all(strategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +63,26 @@ class BufferSync:
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
-    def note_new(self) -> None:
-        """Take the values of buffers that are new as synchronised: initial values are equal on all replicas."""
-        for slot in self.candidates():
-            if self._stamps.setdefault(_key(slot), stamp := _stamp(slot)) is stamp:
-                self._silent.watch(slot)
+    def note_new(self, objects: Iterable[Any]) -> None:
+        """Take the buffers of new objects as synchronised: initial values are equal on all replicas.
+
+        What is known of buffers that are gone is forgotten, for new ones may lie in the same places.
+
+        Args:
+            objects: what was recorded since the last call.
+        """
+        modules = [m for obj in objects if isinstance(obj, nn.Module) for m in bodies(obj)[0].modules()]
+        places, slots = {id(module._buffers) for module in modules}, self.candidates()
+        new = [slot for slot in slots if id(slot[0][0]) in places]
+        old = [slot for slot in slots if id(slot[0][0]) not in places]
+        keys = set(map(_key, old))
+        for known in (self._stamps, self._num_stores):
+            for key in known.keys() - keys:
+                del known[key]
+        self._stamps.update((_key(slot), _stamp(slot)) for slot in new)
+        self._silent.forget_others(old)
+        for slot in new:
+            self._silent.watch(slot)
 
     def candidates(self, number: int = 0, parameters: Sequence[Tensor] = ()) -> list[Slot]:
         """Return the slots that hold buffers; a variable says itself how its copies are brought together.
@@ -87,6 +102,7 @@ class BufferSync:
         state = (self.record.num_added, *(id(dicts[0]) for dicts, _ in found))
         known = self._of_plan.get(number)
         if known is None or known[0] != state:
+            self._of_plan = {k: v for k, v in self._of_plan.items() if v[0][0] == state[0]}
             known = self._of_plan[number] = (state, self._trained_by(parameters))
         return [(dicts, name) for dicts, name in found if id(dicts[0]) in known[1]]
 
@@ -221,7 +237,7 @@ class BufferSync:
 
     def mark_synchronised(self, slots: Sequence[Slot]) -> None:
         """Note the present values as synchronised."""
-        self._stamps = {_key(slot): _stamp(slot) for slot in slots}
+        self._stamps.update((_key(slot), _stamp(slot)) for slot in slots)  # others may be another optimizer's
         self._silent.refresh(slots)
 
 
@@ -241,6 +257,13 @@ class _SilentWrites:
         self._values: dict[int, list[Tensor]] = {}
         self._num_looks: dict[int, int] = {}
         self._num_calls = 0
+
+    def forget_others(self, slots: Sequence[Slot]) -> None:
+        """Forget all but some buffers."""
+        keys = set(map(_key, slots))
+        self._values = {key: values for key, values in self._values.items() if key in keys}
+        self._num_looks = {key: number for key, number in self._num_looks.items() if key in keys}
+        self.found.intersection_update([id(dicts[0]) for dicts, _ in slots])
 
     def watch(self, slot: Slot) -> None:
         """Keep a buffer's values on all local replicas, to compare them with."""

@@ -707,10 +707,11 @@ class Strategy:
             self.record.claim()
         if not self.record.has_new:
             return
+        new = self.record.peek_new()
         self.hosting.adopt_new()
         self.gradients.refresh()
         if self.num_replicas_in_sync > 1:
-            self._buffers.note_new()
+            self._buffers.note_new(new)
         self._after_adoption()
 
     def _check_lone_step(self, optimizer: Optimizer) -> None:
