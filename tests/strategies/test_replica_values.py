@@ -129,6 +129,16 @@ def test_a_number_that_each_replica_counts_up_is_warned_of(name):
     assert [warning.filename for warning in caught] == [__file__]
 
 
+def test_each_of_many_functions_is_looked_at():
+    """The code of one that is gone may lie where that of another one lay."""
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    for number in range(6):
+        names = {f"calls{number}": {"n": 0}}
+        exec(compile(f"def step():\n    calls{number}['n'] += 1", f"<cell {number}>", "exec"), names)
+        with pytest.warns(UserWarning, match=rf"^`calls{number}\['n'\]` grew by 2 in one run"):
+            strategy.run(names.pop("step"))
+
+
 def test_a_counter_is_named_where_it_lets_replicas_part():
     strategy, calls = ts.MirroredStrategy(cpu_devices(2)), {"n": 0}
 

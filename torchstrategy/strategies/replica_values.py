@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from types import FunctionType, MethodType, ModuleType, TracebackType
+from types import CodeType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -53,24 +53,24 @@ _NUM_LOOKED_AT = 3
 
 
 @contextmanager
-def counting(looked_at: Counter[int], fn: Any, count: int) -> Iterator[None]:
+def counting(looked_at: Counter[CodeType], fn: Any, count: int) -> Iterator[None]:
     """Warn of a number of the program that a replica function counts up once for each replica instead of each run.
 
     Python's variables, and attributes of plain objects, belong to the process, so what is computed from them is not
     what one replica would compute. A function's first runs are looked at, also those that fail.
 
     Args:
-        looked_at: how many runs of which function's code were, by its id.
+        looked_at: how many runs of which function's code were.
         fn: the function.
         count: the number of replicas of this process.
     """
     while isinstance(fn, functools.partial) or (isinstance(fn, FunctionType) and "__wrapped__" in fn.__dict__):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__dict__["__wrapped__"]
     code = fn.__code__ if isinstance(fn, (FunctionType, MethodType)) else None  # a method has its function's
-    if code is None or looked_at[id(code)] >= _NUM_LOOKED_AT:
+    if code is None or looked_at[code] >= _NUM_LOOKED_AT:
         yield
         return
-    looked_at[id(code)] += 1
+    looked_at[code] += 1
     before = _numbers_of(fn, code)
     try:
         yield

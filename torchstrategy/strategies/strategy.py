@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import CodeType
 from typing import Any, NoReturn, overload
 
 import torch
@@ -123,7 +124,7 @@ class Strategy:
         self._buffers = BufferSync(self.record, self.hosting.slots)
         self._running: tuple[ReplicaContext, ...] = ()
         #: How many runs of which replica function were looked at for what they count.
-        self._looked_at: Counter[int] = Counter()
+        self._looked_at: Counter[CodeType] = Counter()
         sharded = None if sharded_classes is None or workers is None else ShardedStates(workers, sharded_classes)
         self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every, sharded)
         self._lone_updates: LoneUpdates | None = None
