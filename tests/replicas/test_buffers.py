@@ -9,6 +9,7 @@ from torch import nn
 
 import torchstrategy as ts
 from torchstrategy.replicas.buffers import _key
+from torchstrategy.replicas.edits import OutsideEdits
 from torchstrategy.replicas.mirrored import bodies
 
 pytestmark = pytest.mark.filterwarnings("ignore:Buffer .* has got another value on each replica")
@@ -153,6 +154,41 @@ def test_sync_buffers_without_a_step(strategy):
     assert [body.mean.item() for body in bodies(model)] == pytest.approx([(n - 1) / 2] * n)
     with pytest.raises(RuntimeError, match="cross-replica context"):
         strategy.run(strategy.sync_buffers)
+
+
+def test_what_was_written_outside_is_no_replicas_own(strategy):
+    model, _ = make(strategy)
+    strategy.run(lambda: None)
+    model.mean.fill_(6.0)
+    strategy.sync_buffers()
+    assert [body.mean.item() for body in bodies(model)] == [6.0] * strategy.num_replicas_in_sync
+
+
+class Memory(Tracker):
+    """Makes a buffer when it is called first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.late = x.clone()
+        self.mean.copy_(x)
+
+
+def test_a_buffer_that_replicas_make_is_not_written_outside(strategy, monkeypatch):
+    """A run that fails looks at what there is, and finds it new."""
+    monkeypatch.setattr(OutsideEdits, "after_run", lambda *_: None)  # there is seldom time to look at all
+    model, _ = make(strategy, Memory)
+    for _ in range(3):
+        strategy.run(lambda: None)
+    strategy.run(lambda: model(torch.full((1,), float(ts.get_replica_context().replica_id_in_sync_group))))
+    with pytest.raises(ValueError, match="no number"):
+        strategy.run(int, args=("no number",))
+    strategy.run(lambda: None)
+    strategy.sync_buffers()
+    n = strategy.num_replicas_in_sync
+    assert [(b.mean.item(), b.late.item()) for b in bodies(model)] == [pytest.approx([(n - 1) / 2] * 2)] * n
 
 
 def test_what_is_recorded_later_hides_no_change(strategy):

@@ -36,7 +36,15 @@ from torchstrategy.replicas.copies import (
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
-from torchstrategy.replicas.module_tensors import Slot, Stamp, attribute_slots, grad_stamp, leaf_grad, tensors_of
+from torchstrategy.replicas.module_tensors import (
+    Slot,
+    Stamp,
+    attribute_slots,
+    grad_stamp,
+    leaf_grad,
+    tensors_now,
+    tensors_of,
+)
 from torchstrategy.replicas.object_hooks import is_plain, recorded_in
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
@@ -177,8 +185,7 @@ class ReplicaSet:
         of_modules: list[Slot] = []
         for mirror in self._mirrors():
             if mirror.is_module:
-                mirror.is_stale = mirror.is_stale or tensors_of(mirror).has_other_buffers()
-                of_modules += tensors_of(mirror).slots
+                of_modules += tensors_now(mirror).slots
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def attribute_slots(self) -> list[Slot]:
@@ -229,7 +236,7 @@ class ReplicaSet:
         for mirror in self._mirrors():
             mirror.hooks.note()
             if mirror.is_module:
-                tensors_of(mirror).note()
+                tensors_now(mirror).note()
             elif isinstance(mirror.bodies[0], Optimizer):
                 self._groups[mirror.bodies[0]] = _group_ids(mirror.bodies[0])
 

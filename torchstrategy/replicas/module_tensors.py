@@ -13,7 +13,17 @@ from torchstrategy.replicas.mirrored import Mirror
 from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["ModuleTensors", "Slot", "Stamp", "attribute_slots", "buffers_read", "grad_stamp", "leaf_grad", "tensors_of"]
+__all__ = [
+    "ModuleTensors",
+    "Slot",
+    "Stamp",
+    "attribute_slots",
+    "buffers_read",
+    "grad_stamp",
+    "leaf_grad",
+    "tensors_now",
+    "tensors_of",
+]
 
 #: What every module has.
 _TORCHS_OWN = vars(nn.Module()).keys()
@@ -104,6 +114,12 @@ def tensors_of(mirror: Mirror) -> ModuleTensors:
         tensors = mirror.tensors = ModuleTensors(mirror, tensors)
         mirror.is_stale = False
     return tensors  # type: ignore[no-any-return]
+
+
+def tensors_now(mirror: Mirror) -> ModuleTensors:
+    """Return a module's tensors, with the buffers that its replicas have made meanwhile."""
+    mirror.is_stale = mirror.is_stale or tensors_of(mirror).has_other_buffers()
+    return tensors_of(mirror)
 
 
 def _slots_of(mirror: Mirror, kind: str) -> list[Slot]:

@@ -543,6 +543,7 @@ class Strategy:
         self._require_cross_replica()
         self._take_up_new()
         if self.num_replicas_in_sync > 1:
+            self.hosting.catch_up()  # what the program has written since the last run is no replica's own
             self.gradients.summer.sync_buffers()
 
     def check_sync(self) -> None:
