@@ -120,6 +120,55 @@ def change(model: nn.Module, variant: str, where: str) -> None:
             parameter.data = parameter.data * 0.9
 
 
+class Averaging(nn.Module):
+    """Keeps the mean of what it was given in a buffer, and the latest in one that is another tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=DOUBLE))
+        self.register_buffer("mean", torch.zeros(3, dtype=DOUBLE))
+        self.register_buffer("latest", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = x.mean(0)
+        self.mean.lerp_(self.latest, 0.5)
+        return (self.weight * x).sum()
+
+
+def buffers_of_two_optimizers(kind: str, devices: list[str] | None, with_hook: bool) -> list[list[float]]:
+    """Return each replica's buffers after steps of one optimizer, and after a step of both."""
+    strategy = make(kind, devices)
+    with strategy.scope():
+        models = [Averaging(), Averaging()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        average = Averaging()
+    (batch,) = strategy.experimental_distribute_dataset(torch.arange(36, dtype=DOUBLE).view(12, 3), batch_size=12)
+
+    def follow(*_: object) -> None:
+        average.mean.lerp_(models[0].mean, 0.5)
+
+    if with_hook:
+        optimizers[0].register_step_post_hook(follow)
+
+    def step(x: Tensor, num_steps: int) -> list[Tensor]:
+        for model in models:
+            model(x).backward()
+        for optimizer in optimizers[:num_steps]:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return [buffer.clone() for model in (*models, average) for buffer in model.buffers()]
+
+    found, extra = [], []
+    for num_steps in (1, 1, 2, 1, 0):
+        values = strategy.run(step, args=(batch, num_steps))
+        found += [part.tolist() for value in values for part in strategy.experimental_local_results(value)]
+        with strategy.scope():
+            extra.append(nn.Linear(1, 1))
+    strategy.sync_buffers()
+    return found + [buffer.tolist() for model in (*models, average) for buffer in model.buffers()]
+
+
 class Sharp(torch.optim.Optimizer):
     """SAM as it is usually written: it gives parameters their old memory back."""
 

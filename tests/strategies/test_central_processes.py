@@ -33,6 +33,17 @@ def test_numbers_of_mirrored_with_compressed_gradients(hosting, compression, pro
     assert largest_difference(expected[0], run("mirrored", None)[0]) > 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:Buffer .* has got another value on each replica")
+@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize("hosting", IN_PROCESSES)
+def test_an_optimizer_leaves_buffers_of_anothers_model(hosting, with_hook, process_pool):
+    devices = IN_PROCESSES[hosting]
+    expected = process_pool(2).run(programs.buffers_of_two_optimizers, "mirrored", devices, with_hook)
+    found = process_pool(2).run(programs.buffers_of_two_optimizers, "central", devices, with_hook)
+    for one, other in zip(expected, found, strict=True):
+        assert largest_difference(one, other) <= EXACT
+
+
 def test_memory_that_is_exchanged_in_processes(process_pool):
     for variant in ("swapped in run", "kept outside", "hook after"):
         expected = programs.exchange("mirrored", cpu_devices(2), variant)

@@ -71,6 +71,15 @@ def test_numbers_of_mirrored_in_one_process(variant, way):
     assert largest_difference(mirrored(count, variant), way("central", cpu_devices(count), variant)) <= EXACT
 
 
+@pytest.mark.filterwarnings("ignore:Buffer .* has got another value on each replica")
+@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_optimizer_leaves_buffers_of_anothers_model(count, with_hook):
+    devices = cpu_devices(count)
+    expected = programs.buffers_of_two_optimizers("mirrored", devices, with_hook)
+    assert largest_difference(expected, programs.buffers_of_two_optimizers("central", devices, with_hook)) <= EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [programs.train, programs.with_copies])
 @pytest.mark.parametrize("variant", BETTER)

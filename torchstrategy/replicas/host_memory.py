@@ -36,6 +36,7 @@ from torchstrategy.base.devices import tensor_device
 from torchstrategy.base.names import lines_of_ranks
 from torchstrategy.collectives.host_blocks import HostBlock, PlainBlock, can_map, make_block, share_block
 from torchstrategy.errors import InvalidArgumentError
+from torchstrategy.replicas.fingerprints import fingerprints
 from torchstrategy.replicas.host_states import Place, StateSharing
 from torchstrategy.replicas.mirrored import bodies
 from torchstrategy.replicas.module_tensors import Slot
@@ -73,6 +74,8 @@ class HostMemory:
         self._num_updates = 0
         #: Whether replica functions write to parameters in a way that their versions don't tell, by ``.data``.
         self._is_written_unseen = False
+        #: The ids of the buffers that the latest update's hooks have written to.
+        self._written: set[int] = set()
 
     @property
     def is_host(self) -> bool:
@@ -90,7 +93,7 @@ class HostMemory:
         if self._workers is not None:
             self._workers.agree("placing parameters on the host", _layouts(missing), "parameters and buffers")
         with _plainly():
-            self._host(missing)
+            self._host(self._without_own(missing))
 
     def enter(self) -> None:
         """Let the replicas' tensors be what they compute on; called when a run starts or goes on."""
@@ -143,11 +146,14 @@ class HostMemory:
             for name in ("grad_scale", "found_inf"):  # given to the optimizer by a GradScaler
                 if isinstance(getattr(optimizer, name, None), Tensor):
                     setattr(optimizer, name, getattr(optimizer, name).to(self._device))
+            firsts = [place.first() for place, _ in moved if not place.is_parameter]
+            buffers = [(first, first._version) for first in firsts if first is not None]
         try:
             with updating():
                 yield
         finally:
             with _plainly():
+                self._written = {id(first) for first, version in buffers if first._version != version}
                 self._settle([(place, [place.host]) for place, _ in moved if place.host is not None])
                 for place, grad in moved:
                     self._leave(place, grad)
@@ -169,13 +175,18 @@ class HostMemory:
             if not self.is_host:
                 self._settle([(place, place.inside) for place in list(self._places.values())])
             missing = self._missing(self._strategy.hosting.slots())
-            state = None
+            slots = self._strategy._buffers.candidates() if self._strategy.num_replicas_in_sync > 1 else []
+            state, written = None, [k for k, (dicts, name) in enumerate(slots) if id(dicts[0][name]) in self._written]
             if self._workers is not None:
-                state, command = self._agree(missing, optimizer, command)
+                state, command, written = self._agree(missing, optimizer, command, written)
+            kept = self._own_buffers([slot for k, slot in enumerate(slots) if k not in written])
             self._host(missing)
             for block in self._blocks:
                 for view in range(len(block.views)):
                     block.refresh(view)
+            for tensor, value in kept:
+                with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):  # its value is the one it had
+                    tensor.copy_(value)
             for place in self._updated(optimizer):
                 for own, is_copied in zip(place.inside, place.is_copied, strict=True):
                     if is_copied:
@@ -186,9 +197,20 @@ class HostMemory:
             self._states.follow(optimizer, state)
         return command
 
-    def _agree(self, missing: Sequence[Sequence[Tensor]], optimizer: Optimizer, command: str) -> tuple[Any, str]:
-        """Wait for the chief's step; return what it says of its optimizer's state, and its command."""
-        own: list[Any] = [_layouts(missing), None, command, self._is_written_unseen]
+    def _own_buffers(self, slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
+        """Return what replicas still have of their own in some buffers, with the values; replica 0's is the host's.
+
+        Another optimizer trains their modules, and brings them together when it steps.
+        """
+        are_own = self._strategy._buffers.changed(slots) if slots else []
+        own = [slot for slot, is_own in zip(slots, are_own, strict=True) if is_own]
+        return [(body[name], body[name].clone()) for dicts, name in own for body in dicts[self.is_host :]]
+
+    def _agree(
+        self, missing: Sequence[Sequence[Tensor]], optimizer: Optimizer, command: str, written: Sequence[int]
+    ) -> tuple[Any, str, list[int]]:
+        """Wait for the chief's step; return what it says of its optimizer's state, its command, and what it wrote."""
+        own: list[Any] = [_layouts(missing), None, command, self._is_written_unseen, written]
         if self.is_host:
             own[1] = self._states.describe(optimizer)
         rows = self._workers.exchange(_OPERATION, own)
@@ -197,7 +219,7 @@ class HostMemory:
                 "The ranks have different new parameters or buffers:\n" + lines_of_ranks([row[0] for row in rows])
             )
         self._is_written_unseen = rows[0][3]
-        return rows[0][1], str(rows[0][2])
+        return rows[0][1], str(rows[0][2]), rows[0][4]
 
     def _missing(self, slots: Sequence[Slot]) -> list[list[Tensor]]:
         """Return the replicas' tensors that have no place yet."""
@@ -211,6 +233,14 @@ class HostMemory:
             if (place is None or not place.has(column)) and self._can_be_placed(name, column):
                 found[id(first)] = column
         return list(found.values())
+
+    def _without_own(self, columns: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+        """Leave out the buffers that replicas have made: they are their own until the modules' optimizer steps."""
+        buffers = [column for column in columns if not isinstance(column[0], nn.Parameter)]
+        own = [fingerprints(column) for column in buffers]
+        rows = [own] if self._workers is None or not own else self._workers.exchange("comparing new buffers", own)
+        differ = [column for k, column in enumerate(buffers) if len({bits for row in rows for bits in row[k]}) > 1]
+        return [column for column in columns if not any(column is other for other in differ)]
 
     def _can_be_placed(self, name: str, column: Sequence[Any]) -> bool:
         first = column[0]
@@ -293,7 +323,7 @@ class HostMemory:
 
     def _drop_equal_copies(self) -> None:
         """Refresh views of new memory, into which the replicas were given what replica 0 and the host have."""
-        for block in self._blocks:
+        for block in self._parameter_blocks():  # of buffers each replica may have its own
             for view in range(1, 0 if block.changed(0) else len(block.views)):
                 block.refresh(view)
 
