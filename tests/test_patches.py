@@ -1,5 +1,6 @@
 """What the library does to torch and Python ends when its last strategy is gone."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -281,3 +282,45 @@ def test_the_last_user_goes_while_the_compiler_is_imported(monkeypatch):
         assert events == []
     change._leave()  # as the timer does
     assert events == ["ends"]
+
+
+@pytest.mark.parametrize("at_end", ["hook of another", "multiprocessing", "prompt"])
+@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(0), SystemExit(3), None])
+def test_the_error_that_ends_the_program_is_known_at_its_end(monkeypatch, at_end, error):
+    registered, told = [], []
+    monkeypatch.setattr(patches.atexit, "register", registered.append)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    end = patches.watch_end(sys.excepthook, told.append, lambda: told.append("end"), threading.get_ident())
+    (leave,) = registered
+    if at_end == "multiprocessing":  # which calls it before its own handler
+        with contextlib.suppress(BaseException):
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                leave()
+    else:
+        if isinstance(error, Exception):  # which Python notes before it asks any hook
+            monkeypatch.setattr(sys, "last_value", error, raising=False)
+        if at_end == "prompt":
+            monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        leave()
+    end()
+    is_known = {"multiprocessing": error is not None, "prompt": False}.get(at_end, isinstance(error, Exception))
+    assert told == ([error] if is_known and getattr(error, "code", 1) else []) + ["end"]
+
+
+def test_of_an_exit_by_torch_multiprocessing_the_error_is_known(monkeypatch):
+    registered, told = [], []
+    monkeypatch.setattr(patches.atexit, "register", registered.append)
+    end = patches.watch_end(sys.excepthook, told.append, lambda: None, threading.get_ident())
+    with contextlib.suppress(SystemExit):
+        try:
+            try:
+                raise ValueError("boom")
+            except ValueError:
+                sys.exit(1)
+        finally:
+            registered[0]()
+    end()
+    assert [str(error) for error in told] == ["boom"]

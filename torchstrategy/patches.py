@@ -18,8 +18,9 @@ torch's global optimizer step hooks; ``GradScaler.unscale_``, ``GradScaler.step`
     Cleared gradients are new ones. Until the same, of those that have looked at their parameters, as a run does.
 ``torch.autograd._engine_run_backward``
     ``backward`` and ``grad`` tell of gradients. Until the same.
-``sys.excepthook``
-    The other processes hear of an error that ends the program. Until the strategy is collected.
+``sys.excepthook``, ``threading.excepthook``
+    The other processes hear of an error that ends the program, or the thread that has made the strategy. Until the
+    strategy is collected.
 ``Module._compiled_call_impl``
     ``ts.function`` compiles what it calls. Until no module is left that one has called.
 operators that draw random numbers, on a dispatch key of their own; ``torch.random.default_generator``
@@ -39,9 +40,11 @@ passes, until the strategy is collected.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import linecache
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -62,6 +65,7 @@ __all__ = [
     "keep_freed_memory",
     "note",
     "replace",
+    "watch_end",
 ]
 
 #: When changes end.
@@ -155,6 +159,52 @@ def replace(owner: Any, name: str, replacement: Any, why: str, until: str) -> Ca
 
     module = f"{owner.__module__}." if isinstance(owner, type) else ""
     return note(f"{module}{getattr(owner, '__qualname__', owner.__name__)}.{name}", why, until, undo)
+
+
+def watch_end(
+    show: Callable[..., None], tell: Callable[[BaseException], None], close: Callable[[], None], thread: int
+) -> Callable[[], None]:
+    """Hear of the end of this process's program, and of an error that ends it.
+
+    Args:
+        show: takes the place of ``sys.excepthook``.
+        tell: called with an error that ends the thread, or the program where ``show`` may not have been asked.
+        close: called at the end.
+        thread: the identifier of a thread, after which the program may live on.
+
+    Returns:
+        What ends this.
+    """
+    before = threading.excepthook
+
+    def on_thread(ended: threading.ExceptHookArgs) -> None:
+        is_it = ended.thread is not None and ended.thread.ident == thread
+        if is_it and isinstance(ended.exc_value, Exception):  # SystemExit is a regular end
+            tell(ended.exc_value)
+        before(ended)
+
+    def leave() -> None:
+        error = sys.exc_info()[1]  # in a child of multiprocessing, which has no use for hooks
+        if error is None and not hasattr(sys, "ps1"):  # at a prompt the last error has ended nothing
+            error = getattr(sys, "last_value", None)  # of which a hook that the program has set since was told
+        if isinstance(error, SystemExit):  # torch.multiprocessing raises it for an error
+            error = (error.__context__ or error) if error.code else None
+        if error is not None:
+            tell(error)
+        close()
+
+    why, until = "the other processes hear of an error that ends the program", "the strategy is collected"
+    ends = [replace(sys, "excepthook", show, why, until), replace(threading, "excepthook", on_thread, why, until)]
+    atexit.register(leave)
+    at_exit = multiprocessing.util.Finalize(None, leave, exitpriority=0)  # a forked child ends without atexit
+
+    def end() -> None:
+        atexit.unregister(leave)
+        at_exit.cancel()
+        for undo in ends:
+            undo()
+
+    return end
 
 
 class WhileUsed:

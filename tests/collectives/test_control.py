@@ -134,9 +134,9 @@ def test_a_rank_that_is_slow_to_leave_is_not_lost(connect, monkeypatch):
     leaving = nodes.pop(1).plane
     post = leaving.post
 
-    def post_late(kind):
+    def post_late(kind, how):
         time.sleep(0.3)  # the thread, which looks around several times meanwhile, must not end before
-        post(kind)
+        post(kind, how)
 
     leaving.post = post_late
     leaving.close()

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import types
 
 import pytest
 from torch.distributed import HashStore
@@ -21,7 +22,7 @@ def watches(request, monkeypatch):
         monkeypatch.setattr(notices, "MAX_MESH_SIZE", 1)
         monkeypatch.setattr(notices, "_NUM_CHILDREN", request.param)
     made = {}
-    hook = sys.excepthook
+    hooks = sys.excepthook, threading.excepthook
 
     def make(hosts, only=None, store=None):
         store = store or HashStore()
@@ -44,7 +45,7 @@ def watches(request, monkeypatch):
     yield make_all
     for watch in made.values():
         watch.close()
-    sys.excepthook = hook
+    sys.excepthook, threading.excepthook = hooks
 
 
 def until(condition, seconds=20.0):
@@ -172,6 +173,44 @@ def test_a_rank_that_leaves_is_no_failure(watches):
     assert "rank 0: has ended its program" in third.where_is_everyone(gone)
     third.report_lost("has lost rank 1", gone)
     assert third.failure["error"].endswith("has lost rank 1. Rank 1 has ended its program")
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (None, ""),
+        (KeyboardInterrupt(), " after KeyboardInterrupt"),
+        (SystemExit(3), " after SystemExit: 3"),
+        (ReplicaFailedError("Rank 1 does not answer.\nMore."), " after ReplicaFailedError: Rank 1 does not answer"),
+    ],
+)
+def test_what_has_ended_a_rank_is_said(watches, error, how):
+    first, second = watches((0, 0))
+    if error is not None:
+        first._tell_end(error)
+    first.close()
+    until(lambda: second.gone)
+    assert f"rank 0: has ended its program{how}\n" in second.where_is_everyone()
+    assert ("all ranks must make this call" in second.unmet) == (not how)
+    assert second.failure is None
+
+
+def test_an_error_that_ends_the_thread_of_a_rank_is_told(watches, monkeypatch):
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    first, second = watches((0, 0))
+    for error in (SystemExit(3), UnreadableError()):
+        thread = types.SimpleNamespace(ident=first._main_thread, name="training")
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, thread)))
+    until(lambda: second.failure is not None)
+    assert second.failure["rank"] == 0
+    assert len(shown) == 2
+    assert second.failure["error"] == "UnreadableError: <its message can't be read>"
+
+
+class UnreadableError(Exception):
+    def __str__(self):
+        raise OSError("no text")
 
 
 def test_very_long_places_can_be_told(watches):

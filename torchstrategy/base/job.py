@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from torchstrategy.base.log import name_error
+
 __all__ = ["Job", "Pulse", "heartbeat_seconds", "tell_launcher"]
 
 _END_S = 1.0
@@ -166,4 +168,4 @@ def tell_launcher(error: Exception, trace: TracebackType | None) -> None:
     stack = "".join(traceback.format_exception(type(error), error, trace))
     details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
+        json.dump({"message": {"message": name_error(error), "extraInfo": details}}, file)

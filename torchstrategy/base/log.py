@@ -40,6 +40,7 @@ __all__ = [
     "is_users_file",
     "line_of_program",
     "logger",
+    "name_error",
     "note_replica",
     "raised_by_all",
     "set_rank",
@@ -135,6 +136,15 @@ def raised_by_all(error: _Error) -> _Error:
 def is_raised_by_all(error: BaseException) -> bool:
     """Say whether an error is one of ``raised_by_all``."""
     return "_is_raised_by_all" in error.__dict__
+
+
+def name_error(error: BaseException) -> str:
+    """Return an error's class and what it says, which may fail where the class is the program's."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the error itself is what is to be told
+        text = "<its message can't be read>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def line_of_program(trace: TracebackType | None) -> str:

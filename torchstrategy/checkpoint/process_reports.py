@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torchstrategy import errors
+from torchstrategy.base.log import name_error
 from torchstrategy.base.names import difference_of_ranks, lines_of_ranks
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.storage import absolute
@@ -156,4 +157,4 @@ def _describe_write(error: BaseException | None) -> tuple[str | None, bool]:
 
 
 def _describe(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else name_error(error)

@@ -137,9 +137,9 @@ class ControlPlane:
         """Return the ranks that pass on messages between this one and another."""
         return self._ways.relays(other)
 
-    def close(self) -> None:
-        """Say that this process leaves, and close the connections."""
-        self.post("left")  # before the thread may end
+    def close(self, how: str | None = None) -> None:
+        """Say that this process leaves, and how, and close the connections."""
+        self.post("left", how)  # before the thread may end
         self._stop = True
         self._wake()
         if threading.current_thread() is not self._thread:

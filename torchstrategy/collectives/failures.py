@@ -6,8 +6,6 @@ their main threads are blocked in a collective, which then raises an error that 
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing.util
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from torchstrategy.collectives.control import ControlPlane
 from torchstrategy.collectives.native_groups import NativeGroups
 from torchstrategy.collectives.notices import (
     CUT_OFF,
+    UNMET,
     Answers,
     Failures,
     Message,
@@ -41,7 +40,7 @@ __all__ = ["FailureWatch"]
 
 _ANSWER_S, _FELLOWS_S = 2.0, 10.0
 _FRESH_S = 0.5  # answers to others' questions that are so new need not be asked for again
-_MAX_TEXT = 2000
+_MAX_TEXT, _MAX_END = 2000, 300
 _LEFT = "has ended its program"
 _DIED = "does not answer: its process has died (its connection closed)"
 _SILENT = (
@@ -92,6 +91,7 @@ class FailureWatch:
         #: What has to be ended when a rank is lost, because nobody looks while an accelerator waits for it.
         self.natives = NativeGroups(lambda: self.failure)
         self._is_closed = False
+        self._ending = _LEFT
         self._requests: Requests | None = None
         with self._changed:  # what comes in at once has to wait until there is a plane to answer over
             self._plane = ControlPlane(
@@ -105,12 +105,7 @@ class FailureWatch:
                 timeout_s=timeout_s,
             )
         self._previous_hook = sys.excepthook
-        sys.excepthook = self._on_uncaught
-        why = "the other processes hear of an error that ends the program"
-        self._end_hook = patches.note("sys.excepthook", why, "the strategy is collected", self._restore_hook)
-        atexit.register(self.close)
-        # A child that multiprocessing has forked ends without atexit.
-        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+        self._forget_end = patches.watch_end(self._on_uncaught, self._tell_end, self.close, self._main_thread)
 
     @property
     def failure(self) -> Record | None:
@@ -134,7 +129,7 @@ class FailureWatch:
             "rank": self._rank,
             "replica": replica_id,
             "operation": operation[:_MAX_TEXT],
-            "error": f"{type(error).__name__}: {error}"[:_MAX_TEXT],
+            "error": log.name_error(error)[:_MAX_TEXT],
             "num_collectives": self.num_collectives,
             "num_passed": self._num_passed,
             "is_deadline": isinstance(error, DeadlineExceededError),
@@ -220,9 +215,10 @@ class FailureWatch:
         return frozenset(self._absent)
 
     @property
-    def left(self) -> frozenset[int]:
-        """The ranks that have ended by themselves."""
-        return frozenset(rank for rank, how in self._absent.items() if how == _LEFT)
+    def unmet(self) -> str:
+        """What to say of a call, ``{}``, that ranks which have ended by themselves don't make; empty without such."""
+        ends = [how for how in self._absent.values() if how.startswith(_LEFT)]
+        return (UNMET if _LEFT in ends else "can't complete {}") if ends else ""
 
     def where_is_everyone(self, gone: Collection[int] = ()) -> str:
         """Ask every rank what it is doing.
@@ -313,16 +309,10 @@ class FailureWatch:
         self._is_closed = True
         if self._requests is not None:
             self._requests.close()
-        atexit.unregister(self.close)
-        self._at_exit.cancel()
-        self._end_hook()
+        self._forget_end()
         self.natives.close()
-        self._plane.close()  # the others have heard of it, and may have what is on its way
+        self._plane.close(self._ending)  # the others have heard of it, and may have what is on its way
         self.natives.abort()
-
-    def _restore_hook(self) -> None:
-        if getattr(sys.excepthook, "__self__", None) is self:  # a bound method is made anew on each access
-            sys.excepthook = self._previous_hook
 
     # --- in the control plane's thread
 
@@ -340,7 +330,7 @@ class FailureWatch:
             elif kind == "where":
                 self._answers.add(by, *body)
             elif kind == "left":
-                self._absent |= dict.fromkeys(ranks_of(by), _LEFT)
+                self._absent |= dict.fromkeys(ranks_of(by), body)
             self._changed.notify_all()
 
     def _learn(self, by: int, round_: int, record: Record) -> None:
@@ -385,9 +375,7 @@ class FailureWatch:
             self._changed.wait(min(remaining, 0.2))
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # KeyboardInterrupt goes to all ranks of a terminal by itself; a forked child has no connections.
-        if isinstance(error, Exception) and self._plane.is_connected:
-            self.report(f"its program ({self.position})", error)
+        self._tell_end(error)
         is_others = isinstance(error, ReplicaFailedError)
         is_of_all = isinstance(error, DisagreementError) or log.is_raised_by_all(error)  # of whom one shows the calls
         if (is_others or (is_of_all and self._rank)) and not log.shows_all_frames():
@@ -398,3 +386,10 @@ class FailureWatch:
         if not is_others and isinstance(error, Exception):
             tell_launcher(error, trace)
         log.show_uncaught(self._previous_hook, kind, error, trace)
+
+    def _tell_end(self, error: BaseException) -> None:
+        """Let the others know what ends this rank's program."""
+        self._ending = f"has ended its program after {log.name_error(error).splitlines()[0]}"[:_MAX_END].rstrip(".")
+        # KeyboardInterrupt goes to all ranks of a terminal by itself; a forked child has no connections.
+        if isinstance(error, Exception) and self._plane.is_connected:
+            self.report(f"its program ({self.position})", error)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torchstrategy import patches
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import logger, name_error
 from torchstrategy.collectives.connections import (
     BACKLOG,
     Check,
@@ -143,7 +143,7 @@ class Roll:
 
     def fail(self, error: BaseException) -> None:
         """Let all others know that this rank does not join."""
-        text = f"{type(error).__name__}: {error}"[:_MOST_TOLD]
+        text = name_error(error)[:_MOST_TOLD]
         record = {**lost_record(self._rank, text), "operation": "joining the job"}
         self.tell({**record, "is_deadline": isinstance(error, DeadlineExceededError)})
 

@@ -24,7 +24,7 @@ from torchstrategy.base.log import call_site, raised_by_all, warn_once
 from torchstrategy.base.names import difference_of_ranks, named_ranks, tensors_of
 from torchstrategy.base.stalls import Waiting, watch_for_stalls
 from torchstrategy.collectives.connections import Check
-from torchstrategy.collectives.notices import UNMET, describe
+from torchstrategy.collectives.notices import describe
 from torchstrategy.collectives.records import Group, Unite, connect_records
 from torchstrategy.collectives.rendezvous import Rendezvous
 from torchstrategy.errors import (
@@ -353,7 +353,7 @@ class RecordGroup:
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
         gone, where = self.watch.gone, f"{operation}{tensors_of(brought)} at {call_site()}"  # others end because of it
         how = f"has lost its connection to another rank in {where}: {reason}"
-        how = UNMET.format(where) if self.watch.left else how
+        how = self.watch.unmet.format(where) or how
         self.watch.report_lost(how, gone)
         raise ReplicaFailedError(f"Rank {self.rank} {how}. {self.watch.where_is_everyone(gone)}") from None
 

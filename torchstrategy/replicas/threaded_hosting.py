@@ -15,6 +15,7 @@ from typing_extensions import override
 from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, accelerator_module, tensor_device
 from torchstrategy.base.labels import label
+from torchstrategy.base.log import name_error
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.errors import DivergenceError
 from torchstrategy.patches import keep_freed_memory
@@ -189,7 +190,7 @@ class ThreadedHosting(Hosting):
                 self._end_outermost(time.perf_counter() - start)
         except BaseException as error:
             if outermost:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = name_error(error)
                 self._edits.forget()
             raise
         finally:
