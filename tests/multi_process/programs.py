@@ -168,6 +168,15 @@ def fails(kind: str) -> object:
     return strategy.reduce("sum", torch.ones(3)) if kind == "returns" else result
 
 
+def uses_two_strategies_in_another_order() -> None:
+    options = ts.experimental.CommunicationOptions(timeout_seconds=1.0)
+    strategies = [ts.MultiWorkerMirroredStrategy(communication_options=options) for _ in range(2)]
+    if strategies[0].workers.rank == 1:
+        strategies.reverse()
+    for strategy in strategies:
+        strategy.reduce("SUM", torch.ones(()))
+
+
 def fails_outside() -> None:
     """Rank 1 fails outside `run`, as when reading its data."""
     strategy = ts.MirroredStrategy()

@@ -71,6 +71,15 @@ def test_a_late_rank_runs_into_the_deadline_and_is_located(process_pool):
     assert "rank 1: after joining the MirroredStrategy" in str(errors[0])
 
 
+def test_strategies_that_are_used_in_another_order_are_told_apart(process_pool):
+    errors = errors_of(process_pool(2), programs.uses_two_strategies_in_another_order)
+    assert any("Arrived: rank 0. Not arrived: rank 1." in str(error) for error in errors.values())
+    for error in errors.values():
+        assert isinstance(error, ts.errors.DeadlineExceededError)
+        assert "rank 0: in Strategy.reduce(SUM) (collective number" in str(error)
+        assert "rank 1: in Strategy.reduce(SUM) of strategy number 2 (collective number" in str(error)
+
+
 def test_a_failure_outside_run_ends_the_other_rank(process_pool):
     with pytest.raises(ts.testing.RemoteError) as caught:
         process_pool(2).run(programs.fails_outside, timeout_s=10)

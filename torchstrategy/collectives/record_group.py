@@ -62,7 +62,7 @@ class RecordGroup:
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, timeout_s: float) -> None:
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.rank, self.size, self._whose = rendezvous.rank, rendezvous.size, rendezvous.whose
         self.watch = rendezvous.watch
         self._timeout_s = timeout_s
         self._sequence = 0
@@ -211,7 +211,7 @@ class RecordGroup:
         self._sequence += 1
         self.watch.num_collectives += 1
         site = call_site()
-        where = f"{operation} (collective number {self._sequence}) at {site}"
+        where = f"{operation}{self._whose} (collective number {self._sequence}) at {site}"
         self.watch.position = f"in {where}"
         noted, self._noted = self._noted, []
         before = noted and hashlib.sha256(repr(noted).encode()).hexdigest()

@@ -68,6 +68,7 @@ class Rendezvous(NamedTuple):
         host: this process's address, as the others can reach it.
         hosts: for each rank the number of its host, counted by first rank.
         ask: returns what a call returns that asks the store, and ends the wait for a store that is stopped.
+        whose: what tells operations of a further strategy of the process from those of the first one.
     """
 
     store: Store
@@ -77,6 +78,7 @@ class Rendezvous(NamedTuple):
     host: str
     hosts: tuple[int, ...]
     ask: Ask = lambda call: call()
+    whose: str = ""
 
 
 class _Joined(NamedTuple):
@@ -117,7 +119,8 @@ def meet(job: Job, description: Mapping[str, str], timeout_s: float | None = Non
         ask(functools.partial(wait_for_all, own, job, description, timeout_s, watch))
     except DistError as error:
         raise_lost_store(job, watch, error)
-    return Rendezvous(own, watch, job.rank, job.size, address, hosts, ask)
+    whose = f" of strategy number {_groups[key]}" if _groups[key] > 1 else ""
+    return Rendezvous(own, watch, job.rank, job.size, address, hosts, ask, whose)
 
 
 def raise_lost_store(job: Job, watch: FailureWatch | None, error: DistError) -> NoReturn:
