@@ -317,6 +317,18 @@ def test_workers_write_whole_lines(tmp_path, monkeypatch):
     assert written == [b"worker 1 [2, 3]\n", b"end"]
 
 
+def test_the_exit_that_ends_a_worker_is_noted(tmp_path, monkeypatch):
+    """For what the library does at the end, which Python does not tell why a program exits."""
+    (tmp_path / "program.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.setattr(worker_main, "_end_with", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["worker_main.py", "0", "--", str(tmp_path / "program.py")])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        worker_main.main()
+    assert sys.last_value is caught.value
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

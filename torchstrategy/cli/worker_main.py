@@ -33,6 +33,9 @@ def main() -> None:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(program, run_name="__main__")
+    except SystemExit as error:
+        sys.last_value = error  # Python notes other errors there: the library tells the other ranks what ends this one
+        raise
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever the program raises
         error.__traceback__ = _of_program(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
