@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchstrategy as ts
+from torchstrategy.checkpoint import background
 from torchstrategy.checkpoint import checkpoint as checkpoints
 from torchstrategy.testing.faults import file_fault
 
@@ -176,6 +177,22 @@ def test_a_failure_of_the_chief_is_told_on_every_rank(process_pool, tmp_path):
         assert message.startswith("Rank 0 could not write the checkpoint")
         assert "No space left on device" in message
         assert (again, value) == ("ckpt-2", 5.0)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_failure_is_told_at_the_end_of_a_program_that_does_not_ask(tmp_path, monkeypatch, caplog, is_asked):
+    registered = []
+    monkeypatch.setattr(background.atexit, "register", lambda *call: registered.append(call))
+    checkpoint = ts.train.Checkpoint(value=torch.ones(1))
+    with file_fault("full", at=2, folder=tmp_path):
+        checkpoint.save(tmp_path / "ckpt", ASYNC)
+        checkpoint._background._threads.shutdown()  # as a program's end does
+    if is_asked:
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.sync()
+    ((tell, *arguments),) = registered
+    tell(*arguments)
+    assert ("ckpt-1, which was saved a while ago, could not be written: OSError" in caplog.text) != is_asked
 
 
 def test_other_options(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchstrategy.base import context
-from torchstrategy.base.log import logger
+from torchstrategy.base.log import logger, name_error
 from torchstrategy.checkpoint.archive import named_tensors
 from torchstrategy.checkpoint.storage import is_spilled
 
@@ -161,7 +163,7 @@ class _Write:
 
     def __init__(self, path: str, put: Callable[[], Any], threads: ThreadPoolExecutor) -> None:
         self._path = path
-        self._is_told = False
+        self._told = threading.Event()
         self._future = threads.submit(put)
         self._future.add_done_callback(self._done)
 
@@ -172,21 +174,27 @@ class _Write:
         waited_s = time.monotonic() - begin
         if waited_s > _LONG_S:
             logger.info("Waited %.1f s for the checkpoint %s to be written.", waited_s, self._path)
-        was_told, self._is_told = self._is_told, True
+        was_told = self._told.is_set()
+        self._told.set()
         return failure, was_told
 
     def _done(self, future: Future[Any]) -> None:
-        if future.exception() is not None:
+        if (failure := future.exception()) is not None:
             context.raise_in_next_run(self._raise)
+            # Of the error the text only: its traceback has all that was to be saved.
+            atexit.register(_tell_at_end, self._told, self._path, name_error(failure))
 
     def _raise(self) -> None:
-        failure = self._future.exception()
-        if not self._is_told:
-            self._is_told = True
-            raise RuntimeError(
-                f"The checkpoint {self._path}, which was saved a while ago, could not be written: "
-                f"{type(failure).__name__}: {failure}"
-            ) from failure
+        if not self._told.is_set():
+            failure, _ = self.finish()
+            raise RuntimeError(_NOT_WRITTEN % (self._path, name_error(failure))) from failure  # type: ignore[arg-type]
+
+
+def _tell_at_end(told: threading.Event, path: str, failure: str) -> None:
+    """Say that a checkpoint was not written, where the program ends and has neither saved, run nor synced since."""
+    if not told.is_set():
+        logger.error(_NOT_WRITTEN, path, failure)
 
 
 _LONG_S = 1.0
+_NOT_WRITTEN = "The checkpoint %s, which was saved a while ago, could not be written: %s"
