@@ -1,5 +1,6 @@
 """A notice on any process leads to one step at which all save and end."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -7,11 +8,13 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 import torch
 
 import torchstrategy as ts
+from torchstrategy.checkpoint import preemption
 from torchstrategy.checkpoint.preemption import AgreedStop
 from torchstrategy.experimental import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 from torchstrategy.testing.faults import file_fault
@@ -172,6 +175,25 @@ def test_the_grace_is_used(monkeypatch, save_s, reserved):
     watcher.close()
     assert saved_at is not None
     assert 60 - 2 * 2 - reserved <= saved_at <= 60 - 2 - reserved
+
+
+def test_a_quick_first_step_does_not_keep_processes_from_asking(monkeypatch):
+    now, asked_at = [0.0], []
+    monkeypatch.setattr(preemption, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def agree(own, what):
+        asked_at.append(now[0])
+        return [own, own]
+
+    stop = AgreedStop(agree, types.SimpleNamespace(preemption_message=None, elapsed=0.0), None)
+    for seconds in (0.001, *[0.5] * 20):
+        now[0] += seconds
+        assert not stop.is_due(at_once=False)
+    assert max(b - a for a, b in itertools.pairwise(asked_at)) <= 2.0
+    for _ in range(1000):  # and quick ones do not ask all the time
+        now[0] += 0.001
+        stop.is_due(at_once=False)
+    assert len(asked_at) < 50
 
 
 @pytest.fixture

@@ -307,7 +307,9 @@ class AgreedStop:
         reports = self._agree(own, "preemption")
         messages = [(rank, report[0]) for rank, report in enumerate(reports) if report[0] is not None]
         step_s = max(report[2] for report in reports)
-        self._num_to_wait = 0 if len(reports) == 1 else min(_MOST_STEPS_BETWEEN, int(_POLL_S / max(step_s, 1e-3)))
+        # The first step may be much quicker than those that follow, such as one whose data was there already.
+        most = min(_MOST_STEPS_BETWEEN, 2 * self._num_to_wait + 1)
+        self._num_to_wait = 0 if len(reports) == 1 else min(most, int(_POLL_S / max(step_s, 1e-3)))
         self._last_time, self._num_since = time.monotonic(), 0
         if not messages:
             return False
