@@ -1,5 +1,6 @@
 """What the ranks learn of each other, several watches in one process."""
 
+import logging
 import sys
 import threading
 import time
@@ -206,6 +207,22 @@ def test_an_error_that_ends_the_thread_of_a_rank_is_told(watches, monkeypatch):
     assert second.failure["rank"] == 0
     assert len(shown) == 2
     assert second.failure["error"] == "UnreadableError: <its message can't be read>"
+
+
+def test_a_log_that_fails_does_not_end_the_watch(watches):
+    """Else this rank would seem to have died."""
+    ranks = watches((0, 0, 0))
+    failing = logging.Handler()
+    failing.emit = lambda record: 1 / 0
+    failures.logger.addHandler(failing)
+    try:
+        ranks[1].report("run", ValueError("boom"))
+        ranks[0]._plane.post("lost", [1, False])
+        until(lambda: ranks[2].failure is not None and ranks[2]._silent)
+        assert all(rank._plane.is_connected for rank in ranks)
+        assert "rank 0: start-up" in ranks[2].where_is_everyone()
+    finally:
+        failures.logger.removeHandler(failing)
 
 
 class UnreadableError(Exception):

@@ -39,6 +39,7 @@ __all__ = [
     "is_raised_by_all",
     "is_users_file",
     "line_of_program",
+    "log_apart",
     "logger",
     "name_error",
     "note_replica",
@@ -309,6 +310,12 @@ def warning_once(message: str) -> None:
     """Log a line at level WARNING the first time this process says it: a program may well mean what it does."""
     if _is_new(message, None):
         logger.warning(message)
+
+
+def log_apart(log: Callable[..., None], *message: Any) -> None:
+    """Log in a thread of the library's, which an error of the program's own handler must not end."""
+    with contextlib.suppress(Exception):
+        log(*message)
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -338,7 +338,7 @@ class FailureWatch:
         self._say_aware(round_)
         if round_ == self._failures.round and self._first is None:
             self._first = record
-            logger.error(describe(record))
+            log.log_apart(logger.error, describe(record))
             self.natives.note_failure(has_died=False)
 
     def _lose(self, rank: int, *, closed: bool) -> None:
@@ -354,14 +354,14 @@ class FailureWatch:
                 self._silent.add(rank)
             self._changed.notify_all()
         self.natives.note_failure(has_died=closed)
-        logger.error("Rank %d %s.", rank, _DIED if closed else _SILENT.format(heartbeat_seconds()))
+        log.log_apart(logger.error, "Rank %d %s.", rank, _DIED if closed else _SILENT.format(heartbeat_seconds()))
 
     def _find_again(self, rank: int) -> None:
         with self._changed:
             if rank not in self._silent:
                 return
             self._silent.discard(rank)
-        logger.warning("Rank %d answers again.", rank)
+        log.log_apart(logger.warning, "Rank %d answers again.", rank)
 
     # --- elsewhere
 
