@@ -330,7 +330,7 @@ class FailureWatch:
             elif kind == "where":
                 self._answers.add(by, *body)
             elif kind == "left":
-                self._absent |= dict.fromkeys(ranks_of(by), body)
+                self._absent |= dict.fromkeys(ranks_of(by), str(body or _LEFT))
             self._changed.notify_all()
 
     def _learn(self, by: int, round_: int, record: Record) -> None:
