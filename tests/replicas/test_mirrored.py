@@ -1,6 +1,7 @@
 """The facade: what the user's object does inside and outside ``run``."""
 
 import copy
+import functools
 import io
 import pickle
 import types
@@ -682,3 +683,83 @@ def test_structure_changed_inside_is_each_replicas_own_parameter(strategy):
 
     assert on_replicas(strategy, fn) == tuple(float(i) for i in range(strategy.num_replicas_in_sync))
     assert model.hidden.item() == 0.0
+
+
+#: What a program may take between two runs and call in the next one.
+METHODS = {
+    "clear": lambda objects: objects.optimizer.zero_grad,
+    "clear the model": lambda objects: objects.model.zero_grad,
+    "step": lambda objects: objects.optimizer.step,
+    "schedule": lambda objects: objects.scheduler.step,
+    "register": lambda objects: objects.model.register_forward_hook,
+}
+
+
+def weights_by_methods(count, taken):
+    strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    objects = types.SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
+    calls = {name: read(objects) for name, read in METHODS.items()}
+
+    def step(x):
+        calls["clear the model" if taken == "clear the model" else "clear"]()
+        hook = calls["register"](lambda module, inputs, output: output * 0.5)
+        ts.nn.compute_average_loss((model(x) - 1).square().sum(1), global_batch_size=4).backward()
+        hook.remove()
+        calls["step"]()
+        calls["schedule"]()
+
+    inputs = torch.arange(12.0).reshape(4, 3).double() / 12
+    for _ in range(3):
+        for batch in strategy.experimental_distribute_dataset(inputs, batch_size=4):
+            strategy.run(step, args=(batch,))
+        calls[taken] = METHODS[taken](objects)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("taken", METHODS)
+def test_a_method_taken_outside_is_the_replicas_own_in_run(taken):
+    torch.testing.assert_close(weights_by_methods(2, taken), weights_by_methods(1, taken), rtol=0, atol=1e-12)
+
+
+def test_a_wrapper_calls_the_method_that_it_took(strategy):
+    """In `run`, outside, and of objects with a counterpart for cross-replica context."""
+    optimizer, metric = started_pair(
+        strategy, lambda: (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), ts.metrics.Sum())
+    )
+    calls = []
+    clear, update = optimizer.zero_grad, metric.update_state
+    optimizer.zero_grad = lambda: (calls.append(1), clear())
+    metric.update_state = lambda value: update(2 * value)
+    optimizer.zero_grad()
+    strategy.run(lambda: (optimizer.zero_grad(), metric.update_state(1.0)))
+    assert len(calls) == 2 * strategy.num_replicas_in_sync
+    assert metric.result() == 2 * strategy.num_replicas_in_sync
+
+
+def test_a_method_kept_in_an_attribute_is_each_replicas_own(strategy):
+    model, optimizer = started_pair(strategy, lambda: (m := nn.Linear(1, 1), torch.optim.SGD(m.parameters(), lr=1.0)))
+    model.clear = optimizer.zero_grad
+
+    def step():
+        model(torch.ones(1, 1)).sum().backward()
+        kept = model.weight.grad is not None
+        model.clear()
+        return kept and model.weight.grad is None
+
+    assert list(on_replicas(strategy, step)) == [True] * strategy.num_replicas_in_sync
+
+
+def test_groups_taken_out_before_others_are_added(strategy):
+    model, optimizer = started_pair(strategy, lambda: (m := nn.Linear(1, 1), torch.optim.SGD(m.parameters(), lr=1.0)))
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": [model.weight], "lr": 0.5})
+
+    def rates():
+        return [(group["lr"], [p is model.weight for p in group["params"]]) for group in optimizer.param_groups]
+
+    assert equal_everywhere(strategy, rates) == [(0.5, [True])]

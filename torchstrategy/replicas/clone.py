@@ -224,7 +224,7 @@ class ReplicaSet:
         for mirror in mirrors:  # when none compares any more: several may hold a container
             mirror.hide_facades()
         for optimizers in self.optimizers():  # after the modules, whose parameters may be new
-            self._copy_groups(optimizers)
+            self.copy_groups(optimizers)
 
     def after_run(self) -> None:
         """Note the state of replica 0's tensors."""
@@ -321,7 +321,7 @@ class ReplicaSet:
                     if isinstance(value, torch.device) and value == first:
                         body.__dict__[name] = device
 
-    def _copy_groups(self, optimizers: Sequence[Optimizer]) -> None:
+    def copy_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Give the other replicas' optimizers the groups of replica 0's: their parameters and hyper-parameters."""
         first = optimizers[0].param_groups
         is_regrouped = _group_ids(optimizers[0]) != self._groups.get(optimizers[0])

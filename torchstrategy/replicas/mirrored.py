@@ -230,11 +230,53 @@ class Mirror:
         entry = self.known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
-    def call_all(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of every replica's object and return replica 0's result."""
+    def method(self, name: str, *, reads: bool = False) -> Any:
+        """Return a method as it is now: of the replica of a run that it is handed to, outside of all or replica 0's.
+
+        Args:
+            name: the method's name.
+            reads: whether it only reads, so that replica 0's is enough.
+        """
+        methods = [getattr(body, name) for body in self.bodies]
+        if name in self.outside:
+            return _Method(self, name, methods, functools.partial(self.call_outside, name))
+        return _Method(self, name, methods, methods[0] if reads else functools.partial(self.call_all, methods))
+
+    def call_all(self, methods: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of every replica's object, one for each, and return replica 0's result."""
+        if isinstance(self.bodies[0], Optimizer):
+            self.replicas.copy_groups(self.bodies)
         calls = self.replicas.values_for((args, kwargs))
-        results = [getattr(body, name)(*a, **k) for body, (a, k) in zip(self.bodies, calls, strict=True)]
+        results = [method(*a, **k) for method, (a, k) in zip(methods, calls, strict=True)]
         return results[0]
+
+
+class _Method:
+    """A method that was read outside ``run``. It stays what it was, also where a wrapper has taken its place since."""
+
+    __slots__ = ("_methods", "_mirror", "_name", "_outside")
+
+    def __init__(self, mirror: Mirror, name: str, methods: Sequence[Any], outside: Any) -> None:
+        self._mirror = mirror
+        self._name = name
+        self._methods = methods
+        self._outside = outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        local_id = self._mirror.replicas.current()
+        return (self._outside if local_id is None else self._methods[local_id])(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__wrapped__", *_Method.__slots__):  # the function's, which isn't bound; a copy's, before it has any
+            raise AttributeError(name)
+        return getattr(self._methods[0], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._mirror.bodies[0]))
+        return self if copied is None else getattr(copied, self._name)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._mirror.bodies[0], self._name)
 
 
 class _Members(UserDict[str, Any]):
@@ -289,7 +331,7 @@ class _Facade:
         if name == "__class__":
             return mirror.cls
         if name in mirror.outside:
-            return functools.partial(mirror.call_outside, name)
+            return mirror.method(name)
         return _read_module(self, mirror, name) if mirror.is_module else _read_object(self, mirror, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -325,7 +367,7 @@ class _Facade:
         if "forward" in mirror.outside:
             return self.forward(*args, **kwargs)
         if not mirror.is_module:
-            return mirror.call_all("__call__", *args, **kwargs)
+            return mirror.method("__call__")(*args, **kwargs)
         mirror.replicas.note_everything()
         return mirror.bodies[0](*args, **kwargs)
 
@@ -461,9 +503,9 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
             value = mirror.shown(name, value)
         return user_variable(value)
     if name in _MODULE_ON_ALL and _MODULE_ON_ALL[name] in (None, getattr(mirror.cls, name)):
-        return functools.partial(mirror.call_all, name)
+        return mirror.method(name)
     if _registers_hook(name):
-        return getattr(mirror.bodies[0], name)  # the others follow when a run starts
+        return mirror.method(name, reads=True)  # the others follow when a run starts
     if not hasattr(mirror.cls, name):
         for members in mirror.members.values():
             if name in members:
@@ -482,18 +524,20 @@ def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
         mirror.note_all()
         return state
     on_class = hasattr(mirror.cls, name)
+    is_step = name == "step" and isinstance(first, Optimizer)
+    if name in state and is_step:  # of a scheduler, and bound to replica 0's; or a wrapper of the program's
+        return mirror.method(name, reads=True)
     if name in state and not (on_class and name == "zero_grad"):
         if type(state[name]) not in SCALARS:
             mirror.note_access(name)
         return user_variable(mirror.shown(name, state[name]))
     if on_class and (name in _READS or _registers_hook(name)):
-        return getattr(first, name)
+        return mirror.method(name, reads=True)
     value = object.__getattribute__(obj, name)
     # Schedulers take `optimizer.step.__func__`; called outside, the step hook refuses it.
-    is_step = name == "step" and isinstance(first, Optimizer)
     if name.startswith("__") or is_step or not on_class or not callable(value) or isinstance(value, type):
         return value
-    return functools.partial(mirror.call_all, name)
+    return mirror.method(name)
 
 
 def _refresh_child(mirror: Mirror, name: str, value: Any) -> None:
