@@ -1,7 +1,6 @@
 """The facade: what the user's object does inside and outside ``run``."""
 
 import copy
-import functools
 import io
 import pickle
 import types

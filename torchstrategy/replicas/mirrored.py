@@ -267,7 +267,7 @@ class _Method:
         return (self._outside if local_id is None else self._methods[local_id])(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__wrapped__", *_Method.__slots__):  # the function's, which isn't bound; a copy's, before it has any
+        if name in ("__wrapped__", *_Method.__slots__):  # not bound; of a copy that has none yet
             raise AttributeError(name)
         return getattr(self._methods[0], name)
 
