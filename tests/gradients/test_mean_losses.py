@@ -45,6 +45,7 @@ MEANS = {
     "soft_margin_loss": lambda z, y: F.soft_margin_loss(z, one_hot(y) * 2 - 1),
     "poisson_nll_loss": lambda z, y: F.poisson_nll_loss(z, one_hot(y)),
     "a sum over the size": lambda z, y: own_average((z - one_hot(y)).square(), len(y)),
+    "a sum times the inverse of the size": lambda z, y: (z - one_hot(y)).square().sum() * (1 / len(y)),
     "a sum over the number of elements": lambda z, y: own_average((z - one_hot(y)).square(), y.numel() * CLASSES),
     "cross_entropy, summed, over the size": lambda z, y: F.cross_entropy(z, y, reduction="sum") / len(y),
     "cross_entropy, summed and smoothed": lambda z, y: (
@@ -111,6 +112,7 @@ RIGHT = {
     "divided by the global size before the sum": lambda z, y: (F.cross_entropy(z, y, reduction="none") / 10).sum(),
     "half a square": lambda z, y: ((z - one_hot(y)).square() / 2).sum(),
     "means over axes, summed": lambda z, y: ((z - one_hot(y)).square() / CLASSES).sum(),
+    "a sum times the inverse of the global size": lambda z, y: F.cross_entropy(z, y, reduction="sum") * 0.1,
     "divided before the mean": lambda z, y: (F.cross_entropy(z, y, reduction="none") / 2).mean(),
     "a scaled regularizer": lambda z, y: right(z, y) + ts.nn.scale_regularization_loss(z.new_ones(()) * z.sum() * 0),
 }

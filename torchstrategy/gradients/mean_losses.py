@@ -274,10 +274,11 @@ def _mean_of(node: Any, counts: _Counts) -> str | None:
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.partition("Backward")[0]).lower()
     divisor = _own_size_below(node, counts) if kind.startswith("SumBackward") else None
-    if kind.startswith("DivBackward"):
-        number = _number(node, "_saved_other")
-        if number is not None and any(counts.is_own_size(number, sizes) for sizes in _sums_below(node, counts)):
-            divisor = number
+    number = _number(node, "_saved_other") if kind.startswith(("DivBackward", "MulBackward")) else None
+    if number and kind.startswith("MulBackward"):  # by the inverse of a size, perhaps
+        number = None if counts.has_factor(number) else round(1 / number, 6)
+    if number is not None and any(counts.is_own_size(number, sizes) for sizes in _sums_below(node, counts)):
+        divisor = number
     return None if divisor is None else f"a sum over {divisor:g}, the number of its elements"
 
 
@@ -371,8 +372,7 @@ def _num_averaged(node: Any) -> int:
 
 def _is_scalar(node: Any) -> bool:
     """Say whether an operation gives one number; what has no operation above it is a parameter."""
-    is_parameter = node.name().endswith("AccumulateGrad")
-    return not is_parameter and all(math.prod(output.shape) == 1 for output in node._input_metadata)
+    return not node.name().endswith("AccumulateGrad") and all(math.prod(o.shape) == 1 for o in node._input_metadata)
 
 
 def _number(node: Any, name: str) -> float | None:
