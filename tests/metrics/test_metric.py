@@ -133,6 +133,28 @@ def test_processes_reduce_a_column_of_one_row(process_pool):
     assert process_pool(2).run(columns_of_one_row) == [([4.0], [2.0, 2.0])] * 2
 
 
+def copied_metrics():
+    """Copies made in a scope: one of a class that is made there, as if torchmetrics were imported there, and its copy."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+
+        class Own(ts.metrics.Sum):
+            def __setstate__(self, state):
+                torchmetrics.Metric.__setstate__.__wrapped__(self, state)  # which knows nothing of the scope
+
+        first = Own()
+        second = copy.deepcopy(first)
+    strategy.run(lambda: second.update_state(ts.get_replica_context().replica_id_in_sync_group + 2.0))
+    with strategy.scope():
+        third = copy.deepcopy(second)
+    strategy.run(lambda: third.update_state(ts.get_replica_context().replica_id_in_sync_group + 10.0))
+    return [metric.result().item() for metric in (first, second, third)]
+
+
+def test_copies_in_the_scopes_of_processes(process_pool):
+    assert process_pool(2).run(copied_metrics) == [[0.0, 5.0, 26.0]] * 2
+
+
 def statistics(strategy):
     with strategy.scope():
         metric = Statistics()

@@ -70,13 +70,38 @@ def test_an_optimizer_and_its_scheduler_are_copied_too():
     assert found[1] == pytest.approx(found[0], abs=1e-12)
 
 
-def test_a_copy_of_a_parametrized_module_is_refused_with_the_way_out():
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+def weights_of_copies(num_replicas):
+    """Train with a module and a scheduler of classes that the scope makes, which copy or construct by themselves."""
+    strategy = ts.MirroredStrategy([f"cpu:{index}" for index in range(num_replicas)])
     with strategy.scope():
-        model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 1))
-        _other = copy.deepcopy(model)
-    with pytest.raises(TypeError, match=r"in another `with strategy.scope\(\):`"):
-        strategy.run(lambda: None)
+
+        class Halving(torch.optim.lr_scheduler.LRScheduler):
+            def __init__(self, optimizer):
+                self.optimizer = optimizer
+                self.num_steps = 0
+
+            def step(self):
+                self.num_steps += 1
+                self.optimizer.param_groups[0]["lr"] = 0.5**self.num_steps
+
+        torch.manual_seed(0)
+        model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(FEATURES, 1, dtype=torch.float64))
+        target = copy.deepcopy(model)
+        scheduler = Halving(torch.optim.SGD(model.parameters(), 1.0))
+
+    def step():
+        scheduler.step()
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.mul_(0.5)
+
+    for _ in range(2):
+        strategy.run(step)
+    return [scheduler.num_steps, *torch.cat([p.detach().flatten() for p in target.parameters()]).tolist()]
+
+
+def test_classes_that_are_made_in_the_scope():
+    assert weights_of_copies(3) == weights_of_copies(1)
 
 
 def test_classes_are_as_they_were_after_the_scope():
@@ -87,4 +112,4 @@ def test_classes_are_as_they_were_after_the_scope():
     assert [(cls, name, vars(cls).get(name)) for cls, name, _ in before] == before
 
 
-METHODS = ("__init__", "__setstate__", "__copy__", "__deepcopy__")
+METHODS = ("__init__", "__init_subclass__", "__setstate__", "__copy__", "__deepcopy__")

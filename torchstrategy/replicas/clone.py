@@ -22,7 +22,6 @@ from torchstrategy.replicas.adapters import prepare_body
 from torchstrategy.replicas.copies import (
     Memo,
     bind_step,
-    check_are_whole,
     check_can_be_copied,
     copy_tensor,
     copy_together,
@@ -103,7 +102,6 @@ class ReplicaSet:
             return
         for obj in new:
             check_can_be_copied(obj, swap=True)
-        check_are_whole([obj for obj in new if isinstance(obj, nn.Module)])
         memos = [self._start_memo(i, new) for i in range(len(self._devices))]
         for i, memo in enumerate(memos):
             copy_together(new, memo, is_first=i == 0)

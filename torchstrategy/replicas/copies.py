@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -26,7 +25,6 @@ from torchstrategy.replicas.record import unrecorded
 __all__ = [
     "Memo",
     "bind_step",
-    "check_are_whole",
     "check_can_be_copied",
     "copy_tensor",
     "copy_together",
@@ -82,26 +80,6 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
                 f"A {name} can't be hosted for several replicas: {error}. Use an object of a plain Python class that "
                 "keeps its data in attributes."
             ) from error
-
-
-def check_are_whole(modules: Sequence[nn.Module]) -> None:
-    """Refuse modules that belong to one which no scope has seen: a copy of a parametrized module, made in the scope.
-
-    The class of a parametrized module is made when it is parametrized, and copies itself without a constructor.
-
-    Raises:
-        TypeError: there is such a module.
-    """
-    children = {id(child) for module in modules for child in module.children()}
-    for module in modules:
-        if not isinstance(module, nn.ModuleDict) or id(module) in children or not len(module):
-            continue
-        if all(isinstance(member, ParametrizationList) for member in module.values()):
-            raise TypeError(
-                f"A copy of a parametrized module (its {', '.join(module.keys())}) was made by copy.deepcopy in the "
-                "same scope in which the module was parametrized, so that it would not be copied for each replica. "
-                "Make the copy in another `with strategy.scope():`, or by its constructor and load_state_dict."
-            )
 
 
 def with_submodules(objects: Sequence[Any]) -> list[Any]:

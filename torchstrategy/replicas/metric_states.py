@@ -10,6 +10,7 @@ What a metric keeps in plain attributes, and not in states, can't be merged: whe
 from __future__ import annotations
 
 import copy
+import types
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -243,7 +244,13 @@ def _copy_sharing_tensors(body: Any) -> Any:
         tensors = [*metric.parameters(), *metric.buffers(), *tree.all_leaves(list(held))]
         shared.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
     with unrecorded():
-        return copy.deepcopy(body, shared)
+        copied = copy.deepcopy(body, shared)
+    for module in copied.modules():
+        for name, value in vars(module).copy().items():
+            # What a copy has for an `OutsideCall`, and a copy of the copy would have of another object.
+            if isinstance(value, types.MethodType) and value.__func__ is getattr(type(module), name, None):
+                delattr(module, name)
+    return copied
 
 
 def _operation(body: Any) -> str:

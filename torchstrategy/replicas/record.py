@@ -1,10 +1,11 @@
 """What a scope records: modules, optimizers, schedulers, gradient scalers and what the user names.
 
 While a scope is open, the constructors of these classes note the new object, and so do the methods by which ``copy``
-and ``pickle`` make one. Nothing else is patched, and the originals return when the last scope closes. Only the
-constructors of optimizers and schedulers stay patched while there is a strategy with several replicas that had a scope:
-one that is made outside the scope, for parameters that were made inside, is taken up at the next run, because the
-replicas would share a plain one and count steps twice. Where all is given to ``strategy.replicate`` none is patched.
+and ``pickle`` make one, also of classes that are made or imported meanwhile. Nothing else is patched, and the originals
+return when the last scope closes. Only the constructors of optimizers and schedulers stay patched while there is a
+strategy with several replicas that had a scope: one that is made outside the scope, for parameters that were made
+inside, is taken up at the next run, because the replicas would share a plain one and count steps twice. Where all is
+given to ``strategy.replicate`` none is patched.
 """
 
 from __future__ import annotations
@@ -226,21 +227,12 @@ def start_recording(strategy: Any = None) -> None:
     with _lock:
         _active += 1
         if _active == 1:
-            _recording_ends.append(
-                patches.note(
-                    "constructors and copies of modules, optimizers, schedulers and gradient scalers",
-                    "the scope records what is made in it",
-                    "the last scope is left",
-                )
-            )
+            what = "constructors and copies of modules, optimizers, schedulers and gradient scalers"
+            why = "the scope records what is made in it"
+            _recording_ends.append(patches.note(what, why, "the last scope is left"))
         _patch_constructors(_RECORDED)
         for cls in _RECORDED:
             _patch(cls, "__setstate__", _recording_state, getattr(cls, "__setstate__", _set_state))
-            for subclass in _subclasses(cls):
-                own = vars(subclass)
-                for name, wrap in _COPYING.items():
-                    if name in own:
-                        _patch(subclass, name, wrap, own[name])
 
 
 def stop_recording() -> None:
@@ -268,13 +260,9 @@ def _watch() -> list[Callable[[], None]]:
     with _lock:
         _is_watching = True
         _patch_constructors(_WATCHED)
-    end = patches.note(
-        "constructors of optimizers and schedulers",
-        "what is made outside the scope for what was made inside is taken up",
-        "no strategy with several replicas that had a scope is left",
-        _stop_watching,
-    )
-    return [end]
+    why = "what is made outside the scope for what was made inside is taken up"
+    until = "no strategy with several replicas that had a scope is left"
+    return [patches.note("constructors of optimizers and schedulers", why, until, _stop_watching)]
 
 
 def _stop_watching() -> None:
@@ -292,7 +280,7 @@ def _restore() -> None:
     """Put back what nobody needs replaced any more."""
     for key, original in _originals.copy().items():
         cls, name = key
-        if _is_watching and name == "__init__" and issubclass(cls, _WATCHED):
+        if _is_watching and name in ("__init__", "__init_subclass__") and issubclass(cls, _WATCHED):
             continue
         if _originals.pop(key, _originals) is _originals:  # another thread was collecting strategies meanwhile
             continue
@@ -305,13 +293,34 @@ def _restore() -> None:
 def _patch_constructors(classes: tuple[type, ...]) -> None:
     for cls in classes:
         _patch(cls, "__init__", _recording, cls.__init__)  # type: ignore[misc]
-    for base in _WATCHED:
-        for cls in _subclasses(base):
-            if "__init__" in vars(cls):  # some schedulers, and optimizers around another one, do not call their base's
-                _patch(cls, "__init__", _recording, cls.__init__)  # type: ignore[misc]
+        if cls is not torch.amp.GradScaler:  # whose subclasses are served elsewhere
+            _patch(cls, "__init_subclass__", functools.partial(_recording_classes, cls), None)
+        for subclass in _subclasses(cls):
+            _patch_own(subclass)
 
 
-def _patch(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], original: Any) -> None:
+def _patch_own(cls: type) -> None:
+    """Patch what a class sees to itself: copies; some schedulers, and optimizers around another one, constructors."""
+    own = vars(cls)
+    if "__init__" in own and issubclass(cls, _WATCHED):
+        _patch(cls, "__init__", _recording, own["__init__"])
+    for name, wrap in _COPYING.items() if _active else ():
+        if name in own:
+            _patch(cls, name, wrap, own[name])
+
+
+def _recording_classes(base: type, _: Any) -> classmethod[Any, Any, None]:
+    """Return an ``__init_subclass__`` that patches classes which are made, or imported, while others are patched."""
+
+    def init_subclass(cls: type, /, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        with _lock:
+            _patch_own(cls)
+
+    return classmethod(init_subclass)
+
+
+def _patch(cls: type, name: str, wrap: Callable[[Any], Any], original: Any) -> None:
     if (cls, name) not in _originals:
         _originals[cls, name] = vars(cls).get(name)
         setattr(cls, name, wrap(original))
