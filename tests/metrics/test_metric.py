@@ -134,13 +134,14 @@ def test_processes_reduce_a_column_of_one_row(process_pool):
 
 
 def copied_metrics():
-    """Copies made in a scope: one of a class that is made there, as if torchmetrics were imported there, and its copy."""
+    """Copies made in a scope: one of a class that is made there, as if torchmetrics were, and a copy of that."""
     strategy = ts.MirroredStrategy()
     with strategy.scope():
 
         class Own(ts.metrics.Sum):
             def __setstate__(self, state):
-                torchmetrics.Metric.__setstate__.__wrapped__(self, state)  # which knows nothing of the scope
+                set_state = torchmetrics.Metric.__setstate__
+                getattr(set_state, "__wrapped__", set_state)(self, state)  # which knows nothing of the scope
 
         first = Own()
         second = copy.deepcopy(first)
