@@ -241,6 +241,21 @@ def test_an_optimizer_inside_another_ones_step_needs_summed_gradients():
     torch.testing.assert_close(model.bias.detach(), before - 0.2)
 
 
+def test_a_gradient_that_the_program_drops():
+    strategy = central(2)
+    model, optimizer = linear(strategy, torch.optim.SGD)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+
+    def step():
+        model(torch.ones(1, 3)).sum().backward()
+        model.weight.grad = None
+        optimizer.step()
+
+    strategy.run(step)
+    assert torch.equal(model.weight, weight)
+    assert not torch.equal(model.bias, bias)
+
+
 def test_conjugated_parameters_and_buffers_that_are_parameters():
     class Tied(nn.Module):
         def __init__(self):

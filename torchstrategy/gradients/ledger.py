@@ -379,8 +379,8 @@ class GradientLedger:
     def is_local(self, parameter: Tensor) -> bool:
         """Say whether a parameter's gradient is known to be one replica's own."""
         self.hear()
-        note = self._notes.get(id(parameter))
-        return note is not None and note.state is State.LOCAL and note.gradient() is parameter.grad
+        note, grad = self._notes.get(id(parameter)), parameter.grad
+        return note is not None and grad is not None and note.state is State.LOCAL and note.gradient() is grad
 
     def is_sum(self, parameter: Tensor) -> bool:
         """Say whether a parameter's gradient is a sum over replicas, used or not, or might be."""
