@@ -309,7 +309,7 @@ def _patch_own(cls: type) -> None:
             _patch(cls, name, wrap, own[name])
 
 
-def _recording_classes(base: type, _: Any) -> classmethod[Any, Any, None]:
+def _recording_classes(base: Any, _: Any) -> classmethod[Any, Any, None]:
     """Return an ``__init_subclass__`` that patches classes which are made, or imported, while others are patched."""
 
     def init_subclass(cls: type, /, **kwargs: Any) -> None:
