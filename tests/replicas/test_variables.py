@@ -508,3 +508,29 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize("way", ["data", "storage"])
+@pytest.mark.parametrize("when", ["taken before a run", "taken anew"])
+def test_memory_that_is_handed_out_may_be_written_to(way, when):
+    strategy = ts.MirroredStrategy(cpu_devices(2))
+    with strategy.scope():
+        variable = ts.Variable(torch.zeros(3), trainable=False, aggregation=ts.VariableAggregation.SUM)
+
+    def memory():
+        if way == "storage":
+            return torch.empty(0).set_(variable.untyped_storage()).data
+        return variable.data
+
+    def seen():
+        values = strategy.run(lambda: variable * 1)
+        return [value.tolist() for value in strategy.experimental_local_results(values)]
+
+    held = memory()
+    assert seen() == [[0.0] * 3] * 2
+    for number in (1.0, 2.0):
+        taken = held if when == "taken before a run" else memory()
+        taken[:] = number
+        assert seen() == [[number] * 3] * 2
+        strategy.run(lambda: variable.assign_add(torch.ones(3)))
+        assert seen() == [[number + 2] * 3] * 2

@@ -26,7 +26,15 @@ from torchstrategy.base.values import DistributedValues, PerReplica
 from torchstrategy.replicas.adapters import HandleOfAll
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
-from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, make_copy, write
+from torchstrategy.replicas.variables import (
+    Variable,
+    VariableOptions,
+    fitting,
+    make_copy,
+    value_of_first_replica,
+    view_of,
+    write,
+)
 
 __all__ = [
     "VALUE_PROPERTIES",
@@ -37,7 +45,6 @@ __all__ = [
     "replaced",
     "single",
     "user_variable",
-    "value_of_first_replica",
 ]
 
 #: What is called for each copy outside run; ``__set__`` and ``__delete__`` are those of properties, such as ``grad``.
@@ -56,6 +63,8 @@ _COPIES_DIFFER = (
     "aggregation each replica assigns to its own, as in tf. Make it with aggregation=ts.VariableAggregation.SUM, MEAN "
     "or ONLY_FIRST_REPLICA, or read all: `strategy.experimental_local_results(variable)`."
 )
+#: What hands out memory, to which may be written in a way that torch does not tell.
+_LENDS = frozenset({"data", "__dlpack__", "untyped_storage"})
 VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
@@ -70,6 +79,7 @@ class DistributedVariable(Variable):
     #: Whether the processes have not yet taken the chief's initial value.
     is_new: bool
     _version_in_step: int
+    _lent: Tensor | None  # replica 0's value when its memory was handed out, or since then last given to the others
     _copies: tuple[Variable, ...]  # empty with one replica in this process
 
     @property
@@ -79,7 +89,7 @@ class DistributedVariable(Variable):
         if self.serves_all:
             rows = zip(self.strategy.hosting.values_of(self), _copy_names(self.strategy, self.options), strict=True)
             return tuple(make_copy(Variable, value, self.options._replace(name=name)) for value, name in rows)
-        return tuple(_view(copy) for copy in self.copies)
+        return tuple(view_of(copy) for copy in self.copies)
 
     @property
     def serves_all(self) -> bool:
@@ -108,12 +118,15 @@ class DistributedVariable(Variable):
         target = args[0] if args else None
         if name in _ON_EACH_COPY and isinstance(target, DistributedVariable) and not target._in_replica_context():
             return target._call_for_each_copy(func, name, args, kwargs or {})
-        reads = name not in _ABOUT_A_COPY and (name != "__get__" or func.__self__.__name__ in VALUE_PROPERTIES)
+        asked = func.__self__.__name__ if name == "__get__" else name
+        reads = name not in _ABOUT_A_COPY and (name != "__get__" or asked in VALUE_PROPERTIES)
         used: list[tuple[DistributedVariable, Tensor, int]] = []
 
         def here(variable: DistributedVariable) -> Tensor:
             tensor = variable._here(reads=reads)
             used.append((variable, tensor, tensor._version))
+            if asked in _LENDS and variable._copies and variable._lent is None and not variable._in_replica_context():
+                variable._lent = tensor.detach().clone()
             return tensor
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -180,6 +193,9 @@ class DistributedVariable(Variable):
         """Note that what was written to replica 0's copy so far is meant for it alone, or was given to the others."""
         if self._copies:
             self._version_in_step = self._copies[0]._version
+            if self._lent is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._lent = self._copies[0].detach().clone()
 
     def note_separate_writes(self) -> None:
         """Note that the copies were written one by one, so that they may differ."""
@@ -190,9 +206,11 @@ class DistributedVariable(Variable):
     def follow_first(self) -> None:
         """Give the other copies what was written outside run to replica 0's, such as by way of a view of it."""
         first, *others = self.copies
-        if not others or first._version == self._version_in_step:
+        if not others or (first._version == self._version_in_step and self._lent is None):
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if self._lent is not None and first._version == self._version_in_step and torch.equal(first, self._lent):
+                return
             for copy in others:
                 copy.copy_(first)
         self.note_in_step()
@@ -285,8 +303,7 @@ class DistributedVariable(Variable):
     @override
     def __repr__(self) -> str:  # type: ignore[override]
         copies: Sequence[Any] = self.values if self.serves_all else self.copies
-        rows = [Variable.__repr__(copy) for copy in copies]
-        text = ",\n".join(f"  {i}: {row}" for i, row in enumerate(rows))
+        text = ",\n".join(f"  {i}: {Variable.__repr__(copy)}" for i, copy in enumerate(copies))
         return f"{type(self).__name__}:{{\n{text}\n}}"
 
     @override
@@ -316,14 +333,6 @@ def recorded_variables(record: Record) -> list[DistributedVariable]:
     return [tensor for tensor in record.tensors() if isinstance(tensor, DistributedVariable)]
 
 
-def value_of_first_replica(strategy: Any, own: Tensor, operation: str) -> Tensor:
-    """Return replica 0's value on every process, given that of this process's first replica."""
-    first = own.clone()
-    if strategy.workers is not None:
-        strategy.workers.broadcast([first], operation)
-    return first
-
-
 def user_variable(value: Any) -> Any:
     """Return the variable that the user holds for a replica's copy of it; anything else as it is."""
     if type(value) is Variable and value.user_variable is not None:
@@ -344,7 +353,7 @@ def distribute(
         )
         value = copies[0]  # whose memory the user's has, for code that bypasses __torch_function__
     variable: DistributedVariable = make_copy(cls, value.to(devices[0]), options, share=bool(copies))
-    variable.strategy, variable._copies, variable.is_new = strategy, copies, False
+    variable.strategy, variable._copies, variable.is_new, variable._lent = strategy, copies, False, None
     for copy in copies:
         copy.user_variable = variable
     if copies and variable.requires_grad:
@@ -389,12 +398,3 @@ def replaced(value: Any, fn: Callable[[Any], Any], cls: type[Any] = DistributedV
     if type(value) is dict:
         return {key: replaced(item, fn, cls) for key, item in value.items()}
     return value
-
-
-def _view(copy: Variable) -> Variable:
-    """Return a variable with a copy's memory and gradient that knows of no other copies."""
-    with torch._C.DisableTorchFunctionSubclass():
-        view: Variable = make_copy(Variable, copy, copy.options, share=True)
-        if view.requires_grad:
-            view.grad = copy.grad
-    return view

@@ -18,10 +18,9 @@ from torchstrategy.replicas.distributed_variables import (
     MirroredVariable,
     distribute,
     single,
-    value_of_first_replica,
 )
 from torchstrategy.replicas.runner import MergeRequest
-from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, write
+from torchstrategy.replicas.variables import Variable, VariableOptions, fitting, value_of_first_replica, write
 
 __all__ = ["AggregatingVariable", "SyncOnReadVariable", "make_variable"]
 

@@ -19,7 +19,16 @@ from torchstrategy.base.log import warn_once
 from torchstrategy.base.names import dtype_name
 from torchstrategy.base.options import VariableAggregation, VariableSynchronization
 
-__all__ = ["Variable", "VariableOptions", "fitting", "make_copy", "to_tensor", "write"]
+__all__ = [
+    "Variable",
+    "VariableOptions",
+    "fitting",
+    "make_copy",
+    "to_tensor",
+    "value_of_first_replica",
+    "view_of",
+    "write",
+]
 
 _UPDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "assign": Tensor.copy_,
@@ -307,6 +316,23 @@ def _check_member(argument: str, value: Any, cls: type[Any]) -> None:
     if not isinstance(value, cls):
         names = ", ".join(member.name for member in cls)
         raise ValueError(f"{argument} must be a ts.{cls.__name__}: one of {names}. Received: {value!r}")
+
+
+def value_of_first_replica(strategy: Any, own: Tensor, operation: str) -> Tensor:
+    """Return replica 0's value on every process, given that of this process's first replica."""
+    first = own.clone()
+    if strategy.workers is not None:
+        strategy.workers.broadcast([first], operation)
+    return first
+
+
+def view_of(copy: Variable) -> Variable:
+    """Return a variable with a copy's memory and gradient that knows of no other copies."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view: Variable = make_copy(Variable, copy, copy.options, share=True)
+        if view.requires_grad:
+            view.grad = copy.grad
+    return view
 
 
 def _unpickle(value: Tensor, name: str, trainable: bool, synchronization: str, aggregation: str) -> Variable:  # noqa: FBT001
