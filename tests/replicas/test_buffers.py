@@ -156,6 +156,20 @@ def test_sync_buffers_without_a_step(strategy):
         strategy.run(strategy.sync_buffers)
 
 
+def test_without_a_step_empty_shares_do_not_count(strategy):
+    model, optimizer = make(strategy)
+    n = strategy.num_replicas_in_sync
+    for num_examples in (1, 2):
+        step_on(strategy, model, optimizer, torch.full((2 * n,), 7.0), 2 * n)
+        (batch,) = strategy.experimental_distribute_dataset(
+            torch.arange(1.0, 1 + num_examples), batch_size=num_examples
+        )
+        strategy.run(model, args=(batch,))
+        strategy.sync_buffers()
+        expected = sum(range(1, 1 + num_examples)) / num_examples
+        assert [body.mean.item() for body in bodies(model)] == pytest.approx([expected] * n)
+
+
 def test_what_was_written_outside_is_no_replicas_own(strategy):
     model, _ = make(strategy)
     strategy.run(lambda: None)

@@ -177,6 +177,8 @@ class GradientSummer:
         self._all_divided: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
         #: Looks at the losses that the replicas differentiate.
         self.mean_losses = MeanLossCheck()
+        #: For each local replica, whether it had examples since buffers were brought together.
+        self._had_examples = [False] * len(placement.devices)
         self._num_calls = 0
 
     def __call__(self, parts: Sequence[GradientSum]) -> list[None]:
@@ -222,8 +224,7 @@ class GradientSummer:
             columns = {id(firsts[k]): [part.parameters[k] for part in parts] for k in _positions(todo & ~dense)}
             for column in columns.values():  # one for each parameter, which may be there twice
                 self._sum_sparse(column)
-            had_examples = [part.had_examples for part in parts]
-            self._sync_buffers([slots[k] for k in _positions(changed)], had_examples, found.num_with_examples)
+            self._sync_buffers([slots[k] for k in _positions(changed)], parts, found)
         if changed:
             self._buffers.mark_synchronised(slots)
         summed = _positions(todo | edited)
@@ -235,7 +236,13 @@ class GradientSummer:
 
     def sync_buffers(self) -> None:
         """Synchronise all changed buffers without gradients."""
-        self([GradientSum([], had_examples=True)] * len(self._placement.devices))
+        self([GradientSum([], had_examples=has) for has in self._had_examples])
+
+    def note_examples(self, contexts: Sequence[Any]) -> None:
+        """Note which replicas have examples in a run that begins."""
+        for context in contexts:
+            if not self._had_examples[context.local_id]:
+                self._had_examples[context.local_id] = context._num_own_examples != 0
 
     def _look_at(self, parts: Sequence[GradientSum]) -> tuple[Plan | None, list[Look]]:
         """Return the plan of the first local replica's parameters, and what gradients each replica has."""
@@ -448,27 +455,26 @@ class GradientSummer:
         for parameter, device in zip(column, self._placement.devices, strict=True):
             parameter.grad = total.to(tensor_device(device), copy=True)
 
-    def _sync_buffers(self, slots: Sequence[Slot], had_examples: Sequence[bool], count: int) -> None:
-        """Average buffers over the replicas that had examples.
-
-        Args:
-            slots: of the buffers.
-            had_examples: whether each local replica had.
-            count: of all replicas that had.
-        """
+    def _sync_buffers(self, slots: Sequence[Slot], parts: Sequence[GradientSum], found: _Found) -> None:
+        """Average buffers over the replicas that had examples."""
+        had_examples, count = [part.had_examples for part in parts], found.num_with_examples
+        if not self._buffers.leaves_others:
+            self._had_examples = [False] * len(parts)
+        if count == 0 and not parts[0].parameters:  # nor is it known who had in the runs before
+            had_examples, count = [True] * len(parts), self._placement.num_replicas
         if not slots or count == 0:
             return
         placement = self._placement
         own = [has / count for has in had_examples]
-        parts = [self._buffers.contributions(slot, own, holds_first=placement.first_replica == 0) for slot in slots]
+        rows = [self._buffers.contributions(slot, own, holds_first=placement.first_replica == 0) for slot in slots]
         if len(placement.devices) > 1:
-            pairs = [(PerReplica(part), placement.devices) for part in parts]
-            parts = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
+            pairs = [(PerReplica(row), placement.devices) for row in rows]
+            rows = [list(value.values) for value in self._ops.batch_reduce(ReduceOp.SUM, pairs, self._options)]
         if self._workers is not None:
-            firsts = [part[0] for part in parts]
+            firsts = [row[0] for row in rows]
             totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
-            parts = [[total] * len(placement.devices) for total in totals]
-        self._buffers.store(slots, parts, had_examples)
+            rows = [[total] * len(placement.devices) for total in totals]
+        self._buffers.store(slots, rows, had_examples)
 
 
 def _at(indices: Sequence[int], values: Sequence[_Value]) -> Sequence[_Value]:

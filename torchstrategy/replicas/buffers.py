@@ -60,6 +60,8 @@ class BufferSync:
         self._silent = _SilentWrites(record.written_past)
         self._known = _Layout([], [], 0)
         self._num_stores: dict[int, int] = {}
+        #: Whether the latest candidates were not all buffers.
+        self.leaves_others = False
         #: For each list of parameters, by its number: what the answer depends on, and which modules' buffers are its.
         self._of_plan: dict[int, tuple[tuple[Any, ...], frozenset[int]]] = {}
 
@@ -97,6 +99,7 @@ class BufferSync:
             for dicts, name in slots
             if isinstance(dicts[0].get(name), Tensor) and not isinstance(dicts[0][name], (nn.Parameter, Variable))
         ]
+        self.leaves_others = False
         if number == 0 or not found:
             return found
         state = (self.record.num_added, *(id(dicts[0]) for dicts, _ in found))
@@ -104,7 +107,9 @@ class BufferSync:
         if known is None or known[0] != state:
             self._of_plan = {k: v for k, v in self._of_plan.items() if v[0][0] == state[0]}
             known = self._of_plan[number] = (state, self._trained_by(parameters))
-        return [(dicts, name) for dicts, name in found if id(dicts[0]) in known[1]]
+        own = [(dicts, name) for dicts, name in found if id(dicts[0]) in known[1]]
+        self.leaves_others = len(own) < len(found)
+        return own
 
     def digest(self, slots: Sequence[Slot]) -> int:
         """Return what differs where processes do not have the same buffers."""

@@ -532,7 +532,8 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Synchronise module buffers now, as ``optimizer.step()`` does. Cross-replica context only.
 
-        Changed floating-point buffers become their mean over replicas; others take replica 0's value.
+        Changed floating-point buffers become their mean over the replicas that had examples; others take replica 0's
+        value.
 
         Raises:
             RuntimeError: called inside ``run``.
@@ -621,6 +622,7 @@ class Strategy:
             self.gradients.ledger.begin_run()
             if self.num_replicas_in_sync > 1:
                 watch(self)
+                self.gradients.summer.note_examples(contexts)
             self._running = tuple(contexts)
             results = self.hosting.run([Frame(self, context) for context in contexts], fn, calls)
             if self.workers is not None:
