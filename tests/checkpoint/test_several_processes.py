@@ -169,6 +169,61 @@ def test_all_ranks_restore_or_none(process_pool, tmp_path):
     assert first[2] == second[2] == 7
 
 
+class Moody(torch.nn.Module):
+    """Can't be saved, or take up what was saved, on some ranks."""
+
+    ranks, what = (), ""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.weight, self.rank = torch.nn.Parameter(torch.ones(1)), rank
+
+    def get_extra_state(self):
+        return self._refuse("save")
+
+    def set_extra_state(self, state):
+        self._refuse("restore")
+
+    def _refuse(self, what):
+        if what == self.what and self.rank in self.ranks:
+            raise ValueError(f"rank {self.rank} is in no mood")
+
+
+def save_and_restore_moodily(directory, what, ranks):
+    """Return what is said of a save and a restore, which the program survives, and of a sum after them."""
+    strategy = ts.MirroredStrategy()
+    rank = strategy.workers.rank
+    Moody.what, Moody.ranks = what, ranks
+    with strategy.scope():
+        checkpoint = ts.train.Checkpoint(model=Moody(rank))
+    messages = []
+    try:
+        checkpoint.restore(checkpoint.save(f"{directory}/ckpt"))
+    except (ValueError, ts.errors.OpError) as error:
+        messages.append(str(error))
+    try:
+        messages.append(float(strategy.reduce("SUM", torch.ones(()))))
+    except ts.errors.OpError as error:
+        messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("what", ["save", "restore"])
+def test_what_one_rank_cannot_save_or_take_up_is_told_to_the_others(tmp_path, what):
+    with ts.testing.ProcessPool(2) as pool:
+        first, (own, refused) = pool.run(save_and_restore_moodily, str(tmp_path), what, [1])
+    operation = {"save": "writing of checkpoint", "restore": "restoring model of"}[what] + f" {tmp_path}/ckpt-1"
+    assert len(first) == (2 if what == "save" else 1)
+    assert all(f"Rank 1 failed in {operation}: ValueError: rank 1 is in no mood" in text for text in first)
+    assert own == "rank 1 is in no mood"
+    assert "this rank failed earlier, and others did not" in refused
+
+
+def test_what_no_rank_can_take_up_is_survived_by_all(process_pool, tmp_path):
+    texts = process_pool(2).run(save_and_restore_moodily, str(tmp_path), "restore", [0, 1])
+    assert texts == [["rank 0 is in no mood", 2.0], ["rank 1 is in no mood", 2.0]]
+
+
 def restore_from_different_directories(directory):
     strategy = ts.MirroredStrategy()
     own = os.path.join(directory, str(strategy.workers.rank))

@@ -19,7 +19,7 @@ from torchstrategy.base.context import get_strategy
 from torchstrategy.base.log import warning_once
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.checkpoint.process_reports import is_writer
+from torchstrategy.checkpoint.process_reports import is_writer, telling_others
 from torchstrategy.checkpoint.tracked import (
     Group,
     Plan,
@@ -70,9 +70,7 @@ def align_before_step(optimizer: Optimizer, *_: Any) -> None:
 
     A parameter that has gaps in its memory, as a part of another tensor, can't be updated by a fused step.
     """
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
+    for group in [group for group in optimizer.param_groups if group.get("fused")]:
         for parameter in group["params"]:
             grad = parameter.grad
             if not is_dense(parameter):
@@ -364,12 +362,13 @@ def capture_together(tracked: Mapping[str, Tracked], strategy: Any, path: str) -
     Returns:
         A function for the process that writes. It captures the others, and returns all states by name.
     """
-    together = {name: item for name, item in tracked.items() if item.is_collective}
-    token = keeps_parts.set(not together or is_writer(strategy, path))
-    try:
-        states = {name: item.capture(strategy) for name, item in together.items()}
-    finally:
-        keeps_parts.reset(token)
+    with telling_others(strategy, f"writing of checkpoint {path}"):
+        together = {name: item for name, item in tracked.items() if item.is_collective}
+        token = keeps_parts.set(not together or is_writer(strategy, path))
+        try:
+            states = {name: item.capture(strategy) for name, item in together.items()}
+        finally:
+            keeps_parts.reset(token)
     return lambda: {name: states[name] if name in states else item.capture(strategy) for name, item in tracked.items()}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torchstrategy import errors
@@ -12,11 +13,30 @@ from torchstrategy.base.names import difference_of_ranks, lines_of_ranks
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.storage import absolute
 
-__all__ = ["WriteFailedError", "agree_on_restore", "agree_on_write", "begin_together", "is_writer", "write_together"]
+__all__ = [
+    "WriteFailedError",
+    "agree_on_restore",
+    "agree_on_write",
+    "begin_together",
+    "is_writer",
+    "telling_others",
+    "write_together",
+]
 
 
 class WriteFailedError(RuntimeError):
     """A process found no room for a checkpoint, no right to write it, or no disk; every process raises it."""
+
+
+@contextlib.contextmanager
+def telling_others(strategy: Any, operation: str) -> Iterator[None]:
+    """Let the other processes hear of an error that this one may have alone, before they go on without it."""
+    try:
+        yield
+    except Exception as error:
+        if strategy.workers is not None:
+            strategy.workers.report_failure(operation, error)
+        raise
 
 
 def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchstrategy.base.log import add_note, logger
+from torchstrategy.checkpoint.process_reports import telling_others
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 
 __all__ = ["CheckpointLoadStatus", "InitializationOnlyStatus", "Restoration", "join"]
@@ -57,6 +58,7 @@ class Restoration:
         self._names = tuple(saved)
         #: The entries that no object got. ``None`` stands for the values that a later restore replaced.
         self._waiting: dict[str, Any] = dict(saved)
+        self._strategy: Any = None  # of the objects
         self._given: dict[str, _Given] = {}
 
     @property
@@ -83,6 +85,7 @@ class Restoration:
         Raises:
             ValueError: they do not fit.
         """
+        self._strategy = strategy
         entry = self._waiting[name]
         if entry["kind"] != item.kind:
             raise ValueError(
@@ -115,7 +118,8 @@ class Restoration:
     def give(self, name: str, item: Tracked, plan: Plan) -> None:
         """Change an object as planned."""
         try:
-            plan.apply()
+            with telling_others(self._strategy, f"restoring {item.name} of {self.path}"):
+                plan.apply()
         except Exception as error:
             add_note(
                 error, f"Raised by {item.name} when it got its values of {self.path}. Other objects may have theirs."
