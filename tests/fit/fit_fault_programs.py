@@ -159,3 +159,31 @@ def has_nan() -> Any:
         history = made().fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
         lengths.append(len(history["loss"]))
     return lengths
+
+
+class Unloadable(nn.Linear):
+    """Takes up no weights on rank 1."""
+
+    def get_extra_state(self) -> int:
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        if ts.get_strategy().workers.rank == 1:
+            raise ValueError("no weights for me")
+
+
+def loads_weights_where_one_rank_cannot(path: str) -> list[str]:
+    """Return what each rank says of that, and of a sum after it."""
+    strategy, messages = ts.MirroredStrategy(), []
+    with strategy.scope():
+        model = ts.Model(Unloadable(4, 3))
+        model.save_weights(path)
+        try:
+            model.load_weights(path)
+        except ValueError as error:
+            messages.append(str(error))
+    try:
+        strategy.reduce("SUM", torch.ones(()))
+    except ts.errors.ReplicaFailedError as error:
+        messages.append(str(error))
+    return messages

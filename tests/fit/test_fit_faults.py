@@ -42,6 +42,14 @@ def test_a_rank_that_is_gone_is_named(kind, where):
         assert "Rank 1" in str(outcomes[0].error)
 
 
+def test_weights_that_one_rank_cannot_load_are_told_to_the_other(tmp_path):
+    path = str(tmp_path / "weights.pt")
+    with ts.testing.ProcessPool(2) as pool:
+        (waited,), (own, _) = pool.run(programs.loads_weights_where_one_rank_cannot, path)
+    assert own == "no weights for me"
+    assert waited.startswith(f"Rank 1 failed in loading weights of {path}: ValueError: no weights for me")
+
+
 # Each argument by itself is in test_rank_comparison.py.
 UNLIKE = {
     "loss": "compile(loss=...): rank 0: CrossEntropyLoss(",
