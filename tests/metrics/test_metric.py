@@ -149,11 +149,14 @@ def copied_metrics():
     with strategy.scope():
         third = copy.deepcopy(second)
     strategy.run(lambda: third.update_state(ts.get_replica_context().replica_id_in_sync_group + 10.0))
-    return [metric.result().item() for metric in (first, second, third)]
+    copy.deepcopy(first)  # has nothing to lose
+    with pytest.warns(UserWarning, match="'sum' that is made outside .* holds what this process has seen, of 2"):
+        part = copy.deepcopy(second)
+    return [metric.result().item() for metric in (first, second, third)], part.result().item()
 
 
-def test_copies_in_the_scopes_of_processes(process_pool):
-    assert process_pool(2).run(copied_metrics) == [[0.0, 5.0, 26.0]] * 2
+def test_copies_of_processes(process_pool):
+    assert process_pool(2).run(copied_metrics) == [([0.0, 5.0, 26.0], 2.0), ([0.0, 5.0, 26.0], 3.0)]
 
 
 def statistics(strategy):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchstrategy.base.context import current_frame
+from torchstrategy.base.log import users_frame, warn_once_at
 from torchstrategy.replicas import metric_states
 from torchstrategy.replicas.adapters import Adapter
 
@@ -55,9 +57,20 @@ def _apply(strategy: Any, bodies: Sequence[Any], fn: Callable[..., Any], *args: 
     return bodies[0]
 
 
-def _reduce(strategy: Any, bodies: Sequence[Any], protocol: Any) -> Any:  # noqa: ARG001
+def _reduce(strategy: Any, bodies: Sequence[Any], protocol: Any) -> Any:
     """Copy and pickle what this process's replicas accumulated; it never communicates."""
-    return metric_states.merged_copy(None, bodies).__reduce_ex__(protocol)
+    merged = metric_states.merged_copy(None, bodies)
+    is_part = strategy.workers is not None and current_frame() is None
+    if is_part and any(metric._update_count for metric in metric_states.metrics_of(merged).values()):
+        name = getattr(merged, "name", type(merged).__name__)
+        warn_once_at(
+            users_frame(),
+            f"The copy or pickle of metric {name!r} that is made outside `strategy.scope()` holds what this process "
+            f"has seen, of {strategy.workers.size}, and nothing adds up what its copies hold. Copy it inside `with "
+            "strategy.scope():`, or keep its result in place of a copy.",
+            of=strategy,
+        )
+    return merged.__reduce_ex__(protocol)
 
 
 def _state_dict(strategy: Any, bodies: Sequence[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
