@@ -131,7 +131,8 @@ def test_a_loss_of_ones_own():
             return (y_true - y_pred).pow(4).mean(-1)
 
     assert Quartic(name="mine").name == "mine"
-    assert Quartic().name == "Quartic"
+    assert Quartic().name == "quartic"
+    assert type("MyF1Loss", (Quartic,), {})().name == "my_f1_loss"
     assert Quartic()(Y, 2 * X, sample_weight=0.5).item() == 8.0
 
     class Mistakes(ts.losses.Loss):

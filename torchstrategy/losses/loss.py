@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from torchstrategy import errors
 from torchstrategy.base.context import get_strategy, has_strategy, set_within
-from torchstrategy.base.names import Configurable, as_dtype
+from torchstrategy.base.names import Configurable, as_dtype, snake_case
 from torchstrategy.base.options import Choice
 
 __all__ = [
@@ -187,7 +187,7 @@ class Loss(Configurable):
     A subclass defines ``call(y_true, y_pred)``, which returns one loss for each example.
 
     Args:
-        name: the loss's name, for logs; ``None`` means the class's name.
+        name: the loss's name, for logs; ``None`` means the class's name in snake case.
         reduction: a ``Reduction`` or its string.
         dtype: floating-point dtype to which predictions are brought and which losses have, or its name; halves are
             computed in ``float32``. ``None`` means that of the predictions.
@@ -210,7 +210,7 @@ class Loss(Configurable):
         if name in tuple(Reduction):
             raise TypeError(f"The first argument of a Loss is its name. Write reduction={str(name)!r}.")
         self.reduction = Reduction.parse(reduction)
-        self.name = type(self).__name__ if name is None else name
+        self.name = snake_case(type(self).__name__) if name is None else name
         self.dtype = None if dtype is None else as_dtype(dtype)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"The dtype of a loss must be one of floating-point numbers. Received: {dtype!r}")
