@@ -133,14 +133,14 @@ def reduction_axes(axis: Any, rank: int) -> tuple[int, ...]:
     """Return the non-negative axes that ``axis`` names.
 
     Raises:
-        TypeError: ``axis`` is no integer, and no tuple or list of integers.
+        TypeError: ``axis`` is no integer or tuple of integers.
         ValueError: it is out of range.
     """
-    given = axis if isinstance(axis, (tuple, list)) else (axis,)
+    given = axis if isinstance(axis, tuple) else (axis,)
     axes = []
     for a in given:
         if isinstance(a, bool) or not hasattr(a, "__index__"):
-            raise TypeError(f"axis must be an integer, a tuple or list of integers, or None. Received: {axis!r}")
+            raise TypeError(f"axis must be an integer, a tuple of integers, or None. Received: {axis!r}")
         index = a.__index__()
         if not -rank <= index < rank:
             raise ValueError(

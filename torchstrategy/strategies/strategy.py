@@ -277,8 +277,8 @@ class Strategy:
             value: a ``PerReplica`` of tensors, or a nested structure of them. A plain value counts once for each
                 process where there are several, however many replicas they have, as in tf. In one process with several
                 replicas it is what every replica has: MEAN returns it, SUM refuses it unless ``axis`` is given.
-            axis: ``None`` combines whole values of equal shape; an axis, or a tuple or list of them, combines over
-                these as well, right also where the replicas' sizes differ.
+            axis: ``None`` combines whole values of equal shape; an axis, or a tuple of them, combines over these as
+                well, right also where the replicas' sizes differ.
 
         Returns:
             The same structure with a tensor for each ``PerReplica``; the mean of integers is float64. No result has a
@@ -287,7 +287,7 @@ class Strategy:
 
         Raises:
             ValueError: ``reduce_op`` is unknown, ``value`` can't be reduced, or ``axis`` is out of range.
-            TypeError: ``reduce_op`` is neither a ``ReduceOp`` nor a string, or ``axis`` is no integer, tuple or list.
+            TypeError: ``reduce_op`` is neither a ``ReduceOp`` nor a string, or ``axis`` is no integer or tuple.
             InvalidArgumentError: shapes or dtypes don't fit together.
             RuntimeError: called inside ``run``.
 
