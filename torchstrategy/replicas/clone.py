@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,14 @@ from torchstrategy.replicas.copies import (
     keep_user_data,
     own_tensors,
     tensors_held,
+    updated_tensor,
+    users_own,
     with_submodules,
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
+from torchstrategy.replicas.fingerprints import is_plain
 from torchstrategy.replicas.metric_states import is_metric
-from torchstrategy.replicas.mirrored import Mirror, mirror_of, swap_class
+from torchstrategy.replicas.mirrored import Mirror, mirror_of, push_attributes, swap_class, take_strays
 from torchstrategy.replicas.module_tensors import (
     Slot,
     Stamp,
@@ -44,7 +47,7 @@ from torchstrategy.replicas.module_tensors import (
     tensors_now,
     tensors_of,
 )
-from torchstrategy.replicas.object_hooks import is_plain, recorded_in
+from torchstrategy.replicas.object_hooks import recorded_in
 from torchstrategy.replicas.random import replica_generator
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.variables import Variable
@@ -75,6 +78,8 @@ class ReplicaSet:
         self._running = running
         self._facades: list[weakref.ref[Any]] = []
         self._all_noted = False
+        #: How often modules got or lost tensors, or attributes that may hold some.
+        self.num_layouts = 0
         #: What the gradients of replica 0's copies of variables were after the last run.
         self._variable_grads: dict[int, tuple[Tensor | None, int]] = {}
         #: The parameters in the groups of replica 0's optimizers after the last run, by their ids.
@@ -117,6 +122,7 @@ class ReplicaSet:
             for name, value in values.items():
                 if name not in mirror.members:
                     mirror.hold(name, value)
+            mirror.note_shared()
 
     def values_for(self, value: Any) -> list[Any]:
         """Return what a value that the user sets or passes from outside is on each replica."""
@@ -127,7 +133,6 @@ class ReplicaSet:
             return list(value.copies)
         if isinstance(value, Tensor):
             return [value, *(self._counterparts(value) or [copy_tensor(value, d) for d in self._devices[1:]])]
-        value = tree.map_leaves(lambda leaf: list(leaf) if isinstance(leaf, Iterator) else leaf, value)
         leaves = tree.all_leaves(value)
         self.adopt([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
         values = [tree.map_leaves(lambda leaf: self.counterpart(0, leaf), value)]
@@ -210,15 +215,19 @@ class ReplicaSet:
             if grad_stamp(variable.copy_on(0)) != ((0, 0) if grad is None else (id(grad), version)):
                 _check_gradient(variable.name, variable.copy_on(0))
             variable.follow_first()
+        for obj in [obj for reference in self._facades if (obj := reference()) is not None]:
+            take_strays(obj)
         mirrors = self._mirrors()
         for mirror in mirrors:
-            mirror.push_changes()
+            mirror.push_hooks()
+        for mirror in mirrors:
             if mirror.is_module:
                 tensors = tensors_of(mirror)
                 for slot, before, now in tensors.changes():
                     self._copy_slot(mirror, slot, before, now)
                 tensors.accept_changes()
                 tensors.push_belongings(self.values_for)
+        push_attributes(mirrors)
         for mirror in mirrors:  # when none compares any more: several may hold a container
             mirror.hide_facades()
         for optimizers in self.optimizers():  # after the modules, whose parameters may be new
@@ -233,6 +242,7 @@ class ReplicaSet:
         self._variable_grads = {key: (grad, 0 if grad is None else grad._version) for key, grad in grads.items()}
         for mirror in self._mirrors():
             mirror.hooks.note()
+            mirror.note_shared()
             if mirror.is_module:
                 tensors_now(mirror).note()
             elif isinstance(mirror.bodies[0], Optimizer):
@@ -267,6 +277,8 @@ class ReplicaSet:
             for value in obj.__dict__.values():
                 if isinstance(value, torch.Generator) and id(value) not in memo:
                     memo[id(value)] = self._generator(local_id, value)
+                if local_id == 0:
+                    memo.update((id(member), member) for member in users_own(value) if id(member) not in memo)
 
     def _generator(self, local_id: int, generator: torch.Generator) -> torch.Generator:
         first = self.strategy.placement.first_replica
@@ -338,7 +350,7 @@ class ReplicaSet:
         if before[:4] != now[:4] and not isinstance(first, Variable):  # which keeps its copies in step itself
             for i, own in enumerate(dicts[1:], 1):
                 known = own.get(name) if before[0] == now[0] else self._counterpart_or(i, first, own.get(name))
-                own[name] = _updated(known, first, self._devices[i])
+                own[name] = updated_tensor(known, first, self._devices[i])
             if first is not None:
                 mirror.know(tuple(own[name] for own in dicts))
         if before[4:] == now[4:] or first is None:
@@ -365,22 +377,6 @@ def _check_gradient(name: str, first: Tensor) -> None:
 def _is_zero(grad: Tensor) -> bool:
     values = grad._values() if grad.is_sparse else grad
     return not bool(values.detach().count_nonzero())
-
-
-def _updated(own: Any, first: Any, device: torch.device) -> Any:
-    """Return a replica's tensor, changed to equal replica 0's."""
-    if first is None:
-        return None
-    if own is None or type(own) is not type(first):
-        return copy_tensor(first, device)
-    with torch.no_grad():
-        if own.shape == first.shape and own.dtype == first.dtype:
-            own.copy_(first)
-        else:
-            own.grad = None
-            own.data = first.detach().to(device, copy=True)
-    own.requires_grad_(first.requires_grad)
-    return own
 
 
 def _copy_hyper_parameters(source: dict[str, Any], target: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.dtensors import is_dtensor
+from torchstrategy.replicas.fingerprints import can_change, is_plain, is_recorded
 from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
-from torchstrategy.replicas.object_hooks import copy_parameter_hooks, is_plain, members_held
+from torchstrategy.replicas.object_hooks import copy_parameter_hooks, members_held
 from torchstrategy.replicas.record import unrecorded
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "keep_user_data",
     "own_tensors",
     "tensors_held",
+    "updated_tensor",
+    "users_own",
     "with_submodules",
 ]
 
@@ -113,6 +116,16 @@ def tensors_held(value: Any, known: Container[int]) -> list[Tensor]:
     return [item for item in members_held(value, known) if isinstance(item, Tensor) and item.is_leaf]
 
 
+def users_own(value: Any) -> list[Any]:
+    """Return what replica 0 holds of an attribute's value as it is, because the user may have other names for it.
+
+    That is the value and all in it, if nothing in it has a copy for each replica.
+    """
+    members = members_held(value)
+    has_copies = any(is_recorded(member) or isinstance(member, DistributedVariable) for member in members)
+    return [] if has_copies else [member for member in members if can_change(member)]
+
+
 def copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a replica's copy of a tensor, without its gradient."""
     result = copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
@@ -123,6 +136,22 @@ def copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
         result.__dict__.update(tensor.__dict__)
         copy_parameter_hooks(tensor, result)
     return result
+
+
+def updated_tensor(own: Any, first: Any, device: torch.device) -> Any:
+    """Return a replica's tensor, changed to equal replica 0's."""
+    if first is None:
+        return None
+    if own is None or type(own) is not type(first):
+        return copy_tensor(first, device)
+    with torch.no_grad():
+        if own.shape == first.shape and own.dtype == first.dtype:
+            own.copy_(first)
+        else:
+            own.grad = None
+            own.data = first.detach().to(device, copy=True)
+    own.requires_grad_(first.requires_grad)
+    return own
 
 
 def copy_together(objects: Sequence[Any], memo: Memo, *, is_first: bool) -> None:

@@ -71,15 +71,22 @@ class OutsideEdits:
         slots: returns where the parameters and buffers live.
         name: says which replica a local id is.
         written_past: the ids of dictionaries of buffers that modules write to past the version counter.
+        num_layouts: returns a number that is another one when there are other slots.
     """
 
     def __init__(
-        self, slots: Callable[[], list[Slot]], name: Callable[[int], str], written_past: Collection[int]
+        self,
+        slots: Callable[[], list[Slot]],
+        name: Callable[[int], str],
+        written_past: Collection[int],
+        num_layouts: Callable[[], int],
     ) -> None:
         self._slots = slots
         self._name = name
         self._written_past = written_past
-        self._num_written_past = 0
+        self._num_layouts = num_layouts
+        self._listed_at = (0, 0)
+        self._has_lost = False
         self._parts: list[_Part] = []
         self._position = 0
         self._num_runs = 0
@@ -130,8 +137,10 @@ class OutsideEdits:
         start = time.perf_counter()
         limit = start + self._credit / 2  # it takes as long once more when the next run starts
         self._num_runs += 1
-        if self._num_runs % _NUM_RUNS_OF_LIST == 1 or len(self._written_past) != self._num_written_past:
-            self._num_written_past = len(self._written_past)
+        listed_at = (len(self._written_past), self._num_layouts())
+        every = _NUM_RUNS_BETWEEN if self._has_lost else _NUM_RUNS_OF_LIST
+        if self._num_runs % every == 1 or listed_at != self._listed_at:
+            self._listed_at, self._has_lost = listed_at, False
             self._parts = _parts_of(self._slots(), self._written_past)
         num_first = sum(part.is_first for part in self._parts)
         for part in self._parts[:num_first]:
@@ -148,6 +157,7 @@ class OutsideEdits:
 
     def _look_at(self, part: _Part) -> None:
         columns = part.columns()
+        self._has_lost |= len(columns) < len(part.members)  # another tensor may be in the place of one
         if columns and _are_equal(part, columns):
             self._watch(part, columns)
         else:

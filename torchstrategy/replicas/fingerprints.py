@@ -1,26 +1,59 @@
-"""Whether tensors have the same bits: a number for each, of many at once.
+"""Whether values are what they were, or the same as others.
+
+``fingerprints`` gives a number for each of many tensors, by which those of the same bits are known. ``snapshot`` and
+``differ`` tell of other values whether they were changed in place; ``glance`` does so in microseconds.
 
 An accelerator would take longer to start a few kernels for each parameter than to read it.
 """
 
 from __future__ import annotations
 
+import array
+import copyreg
 import functools
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchstrategy.base.devices import kind_of
+from torchstrategy.replicas.record import recorded_classes
 
-__all__ = ["fingerprints", "have_equal_bits"]
+__all__ = [
+    "CONTAINERS",
+    "SCALARS",
+    "attributes_of",
+    "can_change",
+    "differ",
+    "fingerprints",
+    "follow",
+    "glance",
+    "have_equal_bits",
+    "is_of_library",
+    "is_plain",
+    "is_recorded",
+    "snapshot",
+]
 
 #: Elements that are weighted together; and the rows of them that are at a time. On a CPU its caches hold these, an
 #: accelerator is given what keeps it busy for longer than it takes to start a kernel.
 _ROW = 1024
 _ROWS, _ROWS_ON_CPU = 1 << 14, 1 << 6
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONTAINERS = (tuple, list, set, frozenset, deque)
+#: Of a structure with more containers only those seen first are compared.
+_MAX_CONTAINERS = 1000
+#: A glance looks at so many members, and of a larger container or array at some of them, evenly spread.
+_MAX_GLANCED, _MAX_NUMBERS = 256, 1 << 14
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
@@ -134,3 +167,187 @@ def _weights(device: torch.device) -> Tensor:
     numbers = 2 * numbers + 1
     numbers[0] = 1  # so that a number is the same where it is weighted once more, beside those of larger tensors
     return numbers.to(device)
+
+
+def snapshot(value: Any) -> Any:
+    """Return something that equals a later snapshot of the same value if and only if nothing in it was changed.
+
+    Which modules, optimizers and the like a structure holds is compared, but not what is in them: they see to that
+    themselves.
+    """
+    if is_plain(value):  # faster than the general case
+        return _copy_plain(value)
+    return _Look(None).at(value)
+
+
+def glance(value: Any) -> Any:
+    """Return a snapshot that costs little: of what is large it has the size and some members."""
+    return _Look(_MAX_GLANCED).at(value)
+
+
+class _Look:
+    """Looks through a structure.
+
+    Args:
+        most: how many members are looked at; ``None``: all.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._num_left = _MAX_CONTAINERS if most is None else most
+        self._seen: dict[int, Any] = {}
+
+    def at(self, value: Any) -> Any:
+        if type(value) in SCALARS:
+            return value
+        if isinstance(value, Tensor):
+            return (id(value), None if value.is_inference() else value._version) if value.is_leaf else None
+        state = _state_of(value)
+        if state is not None:
+            return self.at(state)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            step = value.size // _MAX_NUMBERS if self._most is not None else 0
+            numbers = value.flat[::step] if step > 1 else value
+            return value.shape, str(value.dtype), hashlib.blake2b(numbers.tobytes()).digest()
+        if id(value) in self._seen or self._num_left < 0 or isinstance(value, (type, *recorded_classes())):
+            return id(value)
+        self._seen[id(value)] = value
+        self._num_left -= 1
+        if isinstance(value, Mapping):
+            found = [(_key(key), self.at(item)) for key, item in self._some(value.items())]
+        elif isinstance(value, CONTAINERS):
+            found = [self.at(item) for item in self._some(value)]
+        else:
+            return id(value), [(name, self.at(item)) for name, item in self._some(attributes_of(value).items())]
+        return found if self._most is None else (len(value), found)
+
+    def _some(self, values: Collection[Any]) -> Iterable[Any]:
+        if self._most is None or len(values) <= self._most:
+            self._num_left -= 0 if self._most is None else len(values)
+            return values
+        self._num_left -= self._most
+        if isinstance(values, (list, tuple)):
+            return [*values[:: len(values) // self._most], values[-1]]
+        last = itertools.islice(reversed(values), 2) if hasattr(values, "__reversed__") else ()  # type: ignore[call-overload]
+        return [*itertools.islice(values, self._most), *last]
+
+
+def follow(values: Sequence[Any], before: Any, now: Any, values_for: Callable[[Any], Sequence[Any]]) -> bool:
+    """Make in the other replicas' dicts, lists and objects the changes of replica 0's; they stay the same objects.
+
+    Args:
+        values: one for each replica.
+        before: a snapshot of replica 0's, or what a glance has shown.
+        now: another, of the same kind.
+        values_for: returns what a value is on each replica.
+
+    Returns:
+        Whether that can be done. If not, others have to take their place.
+    """
+    was, shows = _by_key(values[0], before), _by_key(values[0], now)
+    if was is None or shows is None or len({type(value) for value in values}) > 1:
+        return False
+    members: list[Any] = [value if isinstance(value, (list, dict)) else vars(value) for value in values]
+    if isinstance(values[0], list) and len({len(was), *map(len, values)}) > 1:
+        for own, copied in zip(values[1:], values_for(values[0])[1:], strict=True):
+            own[:] = copied
+        return True
+    for key in was.keys() - shows.keys():
+        for own in members[1:]:
+            own.pop(key, None)
+    for key, found in shows.items():
+        if key in was and not differ(was[key], found):
+            continue
+        is_known = key in was and all(isinstance(own, list) or key in own for own in members)
+        if not is_known or not follow([own[key] for own in members], was[key], found, values_for):
+            for own, copied in zip(members[1:], values_for(members[0][key])[1:], strict=True):
+                own[key] = copied
+    return True
+
+
+def _by_key(value: Any, found: Any) -> dict[Any, Any] | None:
+    """Return what was found of each member of a value; ``None`` if that is not all."""
+    if isinstance(value, (Tensor, tuple, set, frozenset, deque)) or is_recorded(value) or is_of_library(value):
+        return None
+    if not isinstance(value, (list, dict)) and (not hasattr(value, "__dict__") or not isinstance(found, tuple)):
+        return None
+    if isinstance(found, tuple) and len(found) == 2:
+        number, found = found
+        if number != (len(found) if isinstance(value, (list, dict)) else id(value)):
+            return None
+    if isinstance(value, list):
+        return dict(enumerate(found)) if isinstance(found, list) else None
+    named = dict(found) if isinstance(found, (list, dict)) else None
+    return named if named is not None and all(type(key) in SCALARS for key in named) else None
+
+
+def _state_of(value: Any) -> Any:
+    """Return what an object holds where Python does not see it, as something that can be looked at, else ``None``."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy()
+    if isinstance(value, (bytearray, array.array)):
+        return np.array(value)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    return repr(value) if isinstance(value, itertools.count) else None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those in slots too."""
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return (
+        {**attributes, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+        if slots
+        else attributes
+    )
+
+
+def can_change(value: Any) -> bool:
+    """Say whether whoever holds a value can change it, or what it holds."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(can_change, value))
+    if isinstance(value, (*SCALARS, *_FUNCTIONS, type, types.ModuleType, *recorded_classes())):
+        return False
+    return not type(value).__module__.startswith("torchstrategy.")
+
+
+def _key(key: Any) -> Any:
+    return key if type(key) in SCALARS else (id(key),)
+
+
+def _copy_plain(value: Any) -> Any:
+    """Return something that equals another copy if and only if the values are equal; faster than a deep copy."""
+    if isinstance(value, dict):
+        return {key: _copy_plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    return [_copy_plain(item) for item in value] if isinstance(value, CONTAINERS) else value
+
+
+def differ(before: Any, now: Any) -> bool:
+    """Say whether two snapshots of a value differ."""
+    return bool(before != now)
+
+
+def is_plain(value: Any) -> bool:
+    """Say whether a value is plain Python data, in containers or not."""
+    if type(value) in SCALARS:
+        return True
+    if isinstance(value, dict):
+        return all(is_plain(k) and is_plain(v) for k, v in value.items())
+    return isinstance(value, CONTAINERS) and all(is_plain(item) for item in value)
+
+
+def is_recorded(value: Any) -> bool:
+    """Say whether a value is of a class whose objects a scope records."""
+    return isinstance(value, recorded_classes())
+
+
+def is_of_library(value: Any) -> bool:
+    """Say whether a value is of a class of this library or of torch."""
+    return type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
+import types
 import weakref
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchstrategy.base import tree
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, parts_of, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.object_hooks import SCALARS, Hooks, differ, places_in, snapshot
+from torchstrategy.replicas.fingerprints import SCALARS, can_change, differ, follow, glance, snapshot
+from torchstrategy.replicas.object_hooks import Hooks, places_in
 
-__all__ = ["Mirror", "bodies", "check_can_swap", "mirror_of", "opened", "resolve", "swap_class"]
+__all__ = [
+    "Mirror",
+    "bodies",
+    "check_can_swap",
+    "mirror_of",
+    "opened",
+    "push_attributes",
+    "resolve",
+    "swap_class",
+    "take_strays",
+]
 
 _MIRROR = "_ts_mirror"
 _IS_FACADE = "_ts_is_facade"
@@ -36,14 +50,21 @@ _facade_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDicti
 _MODULE_ON_ALL = {"zero_grad": None, "compile": nn.Module.compile}
 #: Methods of other objects that only read; calling them on replica 0 is enough.
 _READS = frozenset({"state_dict", "get_last_lr", "get_lr", "get_scale", "is_enabled"})
+#: What is used up by one replica and can't be copied, or holds what can't be.
+_ITERATORS = (types.GeneratorType, map, filter, zip, enumerate, itertools.chain, itertools.islice)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+#: Stands for what an attribute holds that was set since the last run: whoever set it may go on to change it.
+_UNKNOWN = object()
+#: What of an optimizer follows by itself, or would take long to look at around each run.
+_OPTIMIZER_INTERNALS = frozenset({"param_groups", "state"})
 
 
 class Mirror:
     """What belongs to one facade.
 
     Args:
-        replicas: the set of replicas; has ``current()``, ``values_for(value)``, ``note_everything()`` and ``strategy``.
+        replicas: the set of replicas; has ``current()``, ``values_for(value)``, ``note_everything()``,
+            ``num_layouts`` and ``strategy``.
         cls: the object's plain class.
         copies: one plain object for each replica.
         children: a module's children, as facades.
@@ -68,6 +89,13 @@ class Mirror:
         self.is_stale = False
         #: What replica 0's attributes held when they were first read from outside since the last run.
         self._seen: dict[str, Any] = {}
+        #: The attributes whose values the program may hold and change without the facade, what these held when the last
+        #: run ended, and which of them were ever read from outside.
+        self._shared: set[str] = set()
+        self._glanced: dict[str, Any] = {}
+        self._was_read: set[str] = set()
+        #: The names of all attributes when ``__dict__`` was read from outside since the last run.
+        self._names: frozenset[str] | None = None
         self.hooks = Hooks(copies)
         #: Facades in the object's attributes, whose copies the replicas' objects hold: what nobody holds is forgotten.
         self.held: dict[str, list[Any]] = {}
@@ -80,8 +108,14 @@ class Mirror:
         """Remember what an attribute of replica 0 holds, to tell later whether it was changed in place from outside."""
         if name not in self._seen and name not in self._parts_of(self.bodies[0]):
             if name in self.held:
+                is_as_noted = name in self._glanced and not self._was_written(name)
                 self._show_facades(name)
-            self._seen[name] = snapshot(self.bodies[0].__dict__.get(name))
+                if is_as_noted:
+                    self._glanced[name] = glance(self.bodies[0].__dict__[name])
+            value = self.bodies[0].__dict__.get(name)
+            self._seen[name] = snapshot(value)
+            self._share(name, value)
+            self._was_read.add(name)
             for obj in self.held.get(name, ()):  # the program gets replica 0's own objects
                 mirror = mirror_of(obj)
                 for member in mirror._family() if mirror is not None else ():
@@ -116,6 +150,28 @@ class Mirror:
         self.release(name)
         if held:
             self.held[name] = held
+        self._share(name, value)
+        if name in self._shared:
+            self.replicas.num_layouts += 1
+            self._glanced[name] = _UNKNOWN
+
+    def _share(self, name: str, value: Any) -> None:
+        """Note whether the program may hold an attribute's value, and so change it at any time without the facade."""
+        is_own = name in _MODULE_INTERNALS or name in _OPTIMIZER_INTERNALS or "hook" in name
+        if not is_own and name not in self._parts_of(self.bodies[0]) and can_change(value):
+            self._shared.add(name)
+
+    def _was_written(self, name: str) -> bool:
+        before = self._glanced[name]
+        return before is _UNKNOWN or differ(before, glance(self.bodies[0].__dict__.get(name)))
+
+    def note_shared(self) -> None:
+        """Remember at the end of a run what attributes hold whose values the program may hold, too."""
+        self._glanced = {}
+        for name in [name for name in self._shared if name in self.bodies[0].__dict__]:
+            if name in self.held and name in self._was_read:
+                self._show_facades(name)
+            self._glanced[name] = glance(self.bodies[0].__dict__[name])
 
     def _show_facades(self, name: str) -> None:
         """Put facades into the containers in an attribute of replica 0, in the place of its own objects behind them.
@@ -150,38 +206,66 @@ class Mirror:
 
     def note_all(self) -> None:
         """Do so for all attributes."""
+        self._names = self._names or frozenset(self.bodies[0].__dict__)
         for name in self.bodies[0].__dict__:
             if name not in _MODULE_INTERNALS:
                 self.note_access(name)
 
     def push_changes(self) -> None:
         """Give the other replicas what was changed in replica 0's attributes and hooks from outside."""
-        self.hooks.push(self.replicas.values_for)
-        if self._seen:
-            self._push_attributes()
-        self._held_before.clear()
+        self.push_hooks()
+        push_attributes([self])
 
-    def _push_attributes(self) -> None:
-        state, seen, self._seen = self.bodies[0].__dict__, self._seen, {}
+    def push_hooks(self) -> None:
+        """Give them the hooks, and the children."""
+        self.hooks.push(self.replicas.values_for)
+        if "_modules" in self._seen:
+            seen = self._seen.pop("_modules")
+            if differ(seen, snapshot(self.bodies[0]._modules)):
+                self._push_children(dict(seen))
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """Return the attributes of replica 0 that were changed from outside, with what was known of them and is."""
+        state = self.bodies[0].__dict__
+        found = {}
+        for known, look in ((self._glanced, glance), (self._seen, snapshot)):
+            for name, before in known.items():
+                now = look(state.get(name))
+                if before is _UNKNOWN or differ(before, now):
+                    found[name] = before, now
+        if self._names is not None:
+            found.update((name, (_UNKNOWN, None)) for name in state if name not in self._names)
         if isinstance(self.bodies[0], Optimizer):
-            seen.pop("param_groups", None)  # they follow by themselves, and one around another optimizer has the same
-        changed = [name for name, before in seen.items() if differ(before, snapshot(state.get(name)))]
-        if "_modules" in changed:
-            changed.remove("_modules")
-            self._push_children(dict(seen["_modules"]))
-        for name in changed:
-            if name not in state:
-                for body in self.bodies[1:]:
-                    body.__dict__.pop(name, None)
-                self.release(name)
-                continue
-            first = state[name]
-            values = self.replicas.values_for(first)
-            for body, value in zip(self.bodies[1:], values[1:], strict=True):
-                body.__dict__[name] = value
-                if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
-                    value.data = first.detach().to(value.device, copy=True)
-            self.hold(name, first)
+            found.pop("param_groups", None)  # they follow by themselves, and one around another optimizer has the same
+        return found
+
+    def follow(self, name: str, before: Any, now: Any) -> bool:
+        """Make the changes in an attribute of replica 0 to those of the others, if it can be done there."""
+        values = [body.__dict__.get(name, _UNKNOWN) for body in self.bodies]
+        done = follow(values, before, now, self.replicas.values_for)
+        if done:
+            self.hold(name, values[0])
+        return done
+
+    def take(self, name: str, values: Sequence[Any]) -> None:
+        """Set or delete an attribute of the other replicas, as replica 0's was from outside."""
+        state = self.bodies[0].__dict__
+        if name not in state:
+            for body in self.bodies[1:]:
+                body.__dict__.pop(name, None)
+            self.release(name)
+            return
+        first = state[name]
+        for body, value in zip(self.bodies[1:], values[1:], strict=True):
+            body.__dict__[name] = value
+            if isinstance(first, Tensor):  # the replica's own tensor, if it had one for it
+                value.data = first.detach().to(value.device, copy=True)
+        self.hold(name, first)
+
+    def accept_changes(self) -> None:
+        """Take what ``changed`` returned as known."""
+        self._seen, self._names = {}, None
+        self._held_before.clear()
 
     def _push_children(self, seen: dict[str, int]) -> None:
         """Give the other replicas the children that replica 0's module got and lost without the facade."""
@@ -205,7 +289,8 @@ class Mirror:
             return self.replicas.facades_in(result)[0] if result is self.bodies[0] else result
         finally:
             for mirror in family:  # what it changed on replica 0 only is meant so
-                mirror._seen = {}
+                mirror.accept_changes()
+                mirror.note_shared()
 
     def _family(self) -> Iterator[Mirror]:
         """Yield this mirror and those of a module's children, grandchildren and so on."""
@@ -246,7 +331,8 @@ class Mirror:
         """Call a method of every replica's object, one for each, and return replica 0's result."""
         if isinstance(self.bodies[0], Optimizer):
             self.replicas.copy_groups(self.bodies)
-        calls = self.replicas.values_for((args, kwargs))
+        given = tree.map_leaves(lambda leaf: list(leaf) if isinstance(leaf, _ITERATORS) else leaf, (args, kwargs))
+        calls = self.replicas.values_for(given)
         results = [method(*a, **k) for method, (a, k) in zip(methods, calls, strict=True)]
         return results[0]
 
@@ -277,6 +363,23 @@ class _Method:
 
     def __reduce__(self) -> Any:
         return getattr, (self._mirror.bodies[0], self._name)
+
+
+def push_attributes(mirrors: Sequence[Mirror]) -> None:
+    """Give the other replicas what was changed in attributes of replica 0 from outside.
+
+    What several objects hold is copied once for each replica, so that they still hold the same.
+    """
+    found = [(mirror, name, *known) for mirror in mirrors for name, known in mirror.changed().items()]
+    changed = [(mirror, name) for mirror, name, before, now in found if not mirror.follow(name, before, now)]
+    if changed:
+        firsts = [mirror.bodies[0].__dict__.get(name) for mirror, name in changed]
+        replicas = mirrors[0].replicas
+        copies = replicas.values_for(firsts) if len(firsts) > 1 else [[v] for v in replicas.values_for(firsts[0])]
+        for (mirror, name), values in zip(changed, zip(*copies, strict=True), strict=True):
+            mirror.take(name, values)
+    for mirror in mirrors:
+        mirror.accept_changes()
 
 
 class _Members(UserDict[str, Any]):
@@ -445,6 +548,18 @@ def swap_class(obj: Any, mirror: Mirror) -> None:
     _become(obj, _facade_class(mirror.cls))
 
 
+def take_strays(obj: Any) -> None:
+    """Give the replicas what ``object.__setattr__`` has written to a facade past its ``__setattr__``."""
+    own = object.__getattribute__(obj, "__dict__")
+    if len(own) > 1:
+        mirror: Mirror = own[_MIRROR]
+        for name in [name for name in own if name != _MIRROR]:
+            value = own.pop(name)
+            for body, copied in zip(mirror.bodies, mirror.replicas.values_for(value), strict=True):
+                body.__dict__[name] = copied
+            mirror.hold(name, value)
+
+
 def _slots_of(cls: type) -> tuple[str, ...]:
     slots = cls.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
@@ -532,6 +647,8 @@ def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
             mirror.note_access(name)
         return user_variable(mirror.shown(name, state[name]))
     if on_class and (name in _READS or _registers_hook(name)):
+        if name == "state_dict" and isinstance(first, Optimizer):
+            mirror.note_access("state")  # whose tensors it holds
         return mirror.method(name, reads=True)
     value = object.__getattribute__(obj, name)
     # Schedulers take `optimizer.step.__func__`; called outside, the step hook refuses it.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from torchstrategy.replicas.fingerprints import SCALARS, attributes_of, is_of_library, is_recorded
 from torchstrategy.replicas.mirrored import Mirror
 from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_belongings
 from torchstrategy.replicas.variables import Variable
@@ -112,6 +114,7 @@ def tensors_of(mirror: Mirror) -> ModuleTensors:
     tensors = mirror.tensors
     if tensors is None or mirror.is_stale:
         tensors = mirror.tensors = ModuleTensors(mirror, tensors)
+        mirror.replicas.num_layouts += 1
         mirror.is_stale = False
     return tensors  # type: ignore[no-any-return]
 
@@ -158,24 +161,34 @@ def buffers_read(module: nn.Module) -> list[Tensor]:
 
 
 def attribute_slots(bodies: Sequence[Any]) -> list[Slot]:
-    """Return where tensors live that are attributes of a module, or in a list or dict that is one.
+    """Return where tensors live that are attributes of a module, or in containers or objects that are.
 
     Args:
         bodies: each replica's copy of the module.
     """
-    dicts = tuple(vars(body) for body in bodies)
-    found: list[Slot] = [(dicts, name) for name, value in dicts[0].items() if isinstance(value, Tensor)]
-    for name, value in dicts[0].items():
-        if isinstance(value, (list, tuple, dict)) and name not in _TORCHS_OWN:
-            held = [own.get(name) for own in dicts]
-            if all(type(copy) is type(value) for copy in held):
-                named = tuple(copy if isinstance(copy, dict) else _by_number(copy) for copy in held)
-                found += [(named, key) for key, member in named[0].items() if isinstance(member, Tensor)]
+    found: list[Slot] = []
+    _add_slots(tuple(vars(body) for body in bodies), found, set())
     return found
 
 
-def _by_number(values: Iterable[Any]) -> dict[str, Any]:
-    return {str(number): value for number, value in enumerate(values)}
+def _add_slots(held: tuple[dict[Any, Any], ...], found: list[Slot], seen: set[int]) -> None:
+    for name, value in held[0].copy().items():
+        if isinstance(value, Tensor):
+            found.append((held, name))
+        elif name not in _TORCHS_OWN and type(value) not in SCALARS and id(value) not in seen:
+            seen.add(id(value))
+            copies = [own.get(name) for own in held]
+            members = tuple(_members_of(copy) for copy in copies if type(copy) is type(value))
+            if len(members) == len(copies) and members[0]:
+                _add_slots(members, found, seen)
+
+
+def _members_of(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return {str(number): member for number, member in enumerate(value)}
+    return {} if isinstance(value, type) or is_recorded(value) or is_of_library(value) else attributes_of(value)
 
 
 def grad_stamp(tensor: Tensor) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """What belongs to recorded objects and parameters beside their values: hooks, and attributes of parameters.
 
-``snapshot`` and ``differ`` tell whether a value was changed in place.
-
 What a run registers or sets is its replica's own; everything else belongs to all replicas. The program reaches replica
 0's only, by ``register_...`` outside ``run``, by the handles that it has kept, and by the parameters themselves. What
 it adds there or removes reaches the other replicas when the next run starts.
@@ -10,7 +8,6 @@ it adds there or removes reaches the other replicas when the next run starts.
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import itertools
 import threading
@@ -19,96 +16,36 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchstrategy.replicas.record import recorded_classes
+from torchstrategy.replicas.fingerprints import (
+    CONTAINERS,
+    SCALARS,
+    attributes_of,
+    is_of_library,
+    is_plain,
+    is_recorded,
+    snapshot,
+)
 
 __all__ = [
-    "SCALARS",
     "Belongings",
     "Hooks",
     "HooksWithin",
     "OwnQueue",
     "belongings_of",
     "copy_parameter_hooks",
-    "differ",
-    "is_of_library",
-    "is_plain",
     "members_held",
     "own_hook",
     "places_in",
     "push_belongings",
     "recorded_in",
-    "snapshot",
 ]
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (tuple, list, set, frozenset, deque)
 #: Modules say themselves what they hold; from a thread or a stream one comes to the whole program, in a notebook to all
 #: that its cells have made.
 _NOT_ENTERED = (*SCALARS, type, types.ModuleType, Tensor, nn.Module, threading.Thread, io.IOBase)
-#: Of a structure with more members only those seen first are compared.
-_MAX_MEMBERS = 1000
-
-
-def snapshot(value: Any) -> Any:
-    """Return something that equals a later snapshot of the same value if and only if nothing in it was changed.
-
-    Which modules, optimizers and the like a structure holds is compared, but not what is in them: they see to that
-    themselves.
-    """
-    if is_plain(value):  # faster than the general case
-        return _copy_plain(value)
-    return _snapshot(value, {})
-
-
-def _snapshot(value: Any, seen: dict[int, Any]) -> Any:
-    if type(value) in SCALARS:
-        return value
-    if isinstance(value, Tensor):
-        return (id(value), None if value.is_inference() else value._version) if value.is_leaf else None
-    if isinstance(value, torch.Generator):
-        return hashlib.blake2b(value.get_state().numpy().tobytes()).digest()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return value.shape, str(value.dtype), hashlib.blake2b(value.tobytes()).digest()
-    if id(value) in seen or len(seen) > _MAX_MEMBERS or isinstance(value, (type, *recorded_classes())):
-        return id(value)
-    seen[id(value)] = value
-    if isinstance(value, Mapping):
-        return [(_key(key), _snapshot(item, seen)) for key, item in value.items()]
-    if isinstance(value, _CONTAINERS):
-        return [_snapshot(item, seen) for item in value]
-    return id(value), [(name, _snapshot(item, seen)) for name, item in getattr(value, "__dict__", {}).items()]
-
-
-def _key(key: Any) -> Any:
-    return key if type(key) in SCALARS else id(key)
-
-
-def _copy_plain(value: Any) -> Any:
-    """Return something that equals another copy if and only if the values are equal; faster than a deep copy."""
-    if isinstance(value, dict):
-        return {key: _copy_plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return set(value)
-    return [_copy_plain(item) for item in value] if isinstance(value, _CONTAINERS) else value
-
-
-def differ(before: Any, now: Any) -> bool:
-    """Say whether two snapshots of a value differ."""
-    return bool(before != now)
-
-
-def is_plain(value: Any) -> bool:
-    """Say whether a value is plain Python data, in containers or not."""
-    if type(value) in SCALARS:
-        return True
-    if isinstance(value, dict):
-        return all(is_plain(k) and is_plain(v) for k, v in value.items())
-    return isinstance(value, _CONTAINERS) and all(is_plain(item) for item in value)
 
 
 def members_held(
@@ -132,14 +69,14 @@ def members_held(
             continue
         if isinstance(item, Mapping):
             waiting += [*item.keys(), *item.values()]
-        elif isinstance(item, _CONTAINERS):
+        elif isinstance(item, CONTAINERS):
             waiting += item
         elif isinstance(item, functools.partial):
             waiting += [item.func, item.args, item.keywords]
         elif isinstance(item, types.MethodType):
             waiting.append(item.__self__)
         elif not isinstance(item, types.FunctionType):
-            waiting += getattr(item, "__dict__", {}).values()
+            waiting += attributes_of(item).values()
     return list(seen.values())
 
 
@@ -148,11 +85,6 @@ def recorded_in(value: Any) -> list[Any]:
     if is_plain(value):
         return []
     return [obj for obj in members_held(value, is_closed=is_recorded) if is_recorded(obj)]
-
-
-def is_recorded(value: Any) -> bool:
-    """Say whether a value is of a class whose objects a scope records."""
-    return isinstance(value, recorded_classes())
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -171,11 +103,6 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(members, (list, dict)):
             for key, member in list(enumerate(members)) if isinstance(members, list) else dict(members).items():
                 yield members, key, member
-
-
-def is_of_library(value: Any) -> bool:
-    """Say whether a value is of a class of this library or of torch."""
-    return type(value).__module__.partition(".")[0] in ("torch", "torchstrategy")
 
 
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")

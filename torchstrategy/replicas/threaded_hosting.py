@@ -78,7 +78,10 @@ class ThreadedHosting(Hosting):
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._placement.name_of)
         self._edits = OutsideEdits(
-            lambda: self._set.slots() + self._set.attribute_slots(), self._placement.name_of, record.written_past
+            lambda: self._set.slots() + self._set.attribute_slots(),
+            self._placement.name_of,
+            record.written_past,
+            lambda: self._set.num_layouts,
         )
         #: What the last run's error said, if it failed: the replicas may not have come equally far. The error itself
         #: would hold all that the function held.

@@ -29,9 +29,9 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
+from torchstrategy.replicas.fingerprints import is_of_library
 from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.mirrored import mirror_of
-from torchstrategy.replicas.object_hooks import is_of_library
 from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
