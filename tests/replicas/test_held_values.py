@@ -160,3 +160,17 @@ def test_a_state_dict_of_an_optimizer_is_its_state(strategy):
     optimizer.state_dict()["state"][0]["momentum_buffer"].zero_()
     found = on_replicas(strategy, lambda: optimizer.state[model.weight]["momentum_buffer"].item())
     assert found == (0.0, 0.0)
+
+
+def test_transforms_of_a_model_outside_run(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    strategy.run(lambda: None)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (torch.ones(1, 2),)).sum()
+
+    gradients = torch.func.grad(loss)({name: value.detach() for name, value in model.named_parameters()})
+    assert gradients["weight"].tolist() == [[1.0, 1.0]]
+    weights = on_replicas(strategy, lambda: model.weight.detach().clone())
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], model.weight)

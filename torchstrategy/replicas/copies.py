@@ -128,6 +128,8 @@ def users_own(value: Any) -> list[Any]:
 
 def copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a replica's copy of a tensor, without its gradient."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor  # of a transform that the program is in, which takes it out of the module again
     result = copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
     result.grad = None  # gradients from before the first run count once
     if result.device != device:
