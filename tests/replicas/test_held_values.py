@@ -22,6 +22,18 @@ class Slots:
         self.gain = 1.0
 
 
+class Thing:
+    def __init__(self):
+        self.value, self.gain, self.drawn = torch.ones(1), 1.0, None
+
+    def draw(self):
+        self.drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
+
+    def configured(self, gain):
+        self.gain = gain
+        return self
+
+
 def attribute(name, value):
     return lambda held: setattr(held, name, value)
 
@@ -173,4 +185,71 @@ def test_transforms_of_a_model_outside_run(strategy):
     gradients = torch.func.grad(loss)({name: value.detach() for name, value in model.named_parameters()})
     assert gradients["weight"].tolist() == [[1.0, 1.0]]
     weights = on_replicas(strategy, lambda: model.weight.detach().clone())
-    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], model.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], model.weight)
+
+
+def test_data_of_tensors_of_objects_that_are_no_modules(strategy):
+    counter = strategy.replicate(Thing())
+    strategy.run(lambda: None)
+    counter.value.data.add_(1.0)
+    assert on_replicas(strategy, lambda: counter.value.item()) == (2.0, 2.0)
+
+
+def test_a_method_that_draws_gives_the_replicas_the_same(strategy):
+    thing = strategy.replicate(Thing())
+    strategy.run(lambda: None)
+    torch.manual_seed(0)
+    thing.draw()
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    expected = torch.rand(1).item()
+    assert torch.equal(after, torch.rand(1)), "it drew once"
+    found = on_replicas(strategy, lambda: thing.drawn)
+    assert found[0] == found[1]
+    assert found[0][0] == expected
+
+
+def test_a_method_that_returns_its_object_returns_the_facade(strategy):
+    thing = strategy.replicate(Thing())
+    strategy.run(lambda: None)
+    same = thing.configured(2.0)
+    same.gain += 1.0
+    assert same is thing
+    assert on_replicas(strategy, lambda: thing.gain) == (3.0, 3.0)
+
+
+def test_a_class_method_gets_the_plain_class(strategy):
+    class Model(nn.Module):
+        gain = 1.0
+
+        @classmethod
+        def configure(cls, gain):
+            cls.gain = gain
+
+    with strategy.scope():
+        model = Model()
+    strategy.run(lambda: None)
+    model.configure(2.0)
+    assert on_replicas(strategy, lambda: model.gain) == (2.0, 2.0)
+
+
+def test_gradients_that_are_set_to_zero_outside_stay_sums(strategy):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+
+    def step():
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1)).square().sum() / 2
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    strategy.run(step)
+    optimizer.zero_grad(set_to_none=False)
+    model.zero_grad(set_to_none=False)
+    strategy.run(step)
+    assert on_replicas(strategy, lambda: model.weight.grad is not None) == (True, True)

@@ -155,6 +155,10 @@ class ReplicaSet:
         living = [(obj, mirror_of(obj)) for obj in (reference() for reference in self._facades)]
         return [obj for obj, mirror in living if mirror and (id(obj) in found or id(mirror.bodies[0]) in found)]
 
+    def facade_of(self, mirror: Mirror) -> Any:
+        """Return the facade that a mirror belongs to."""
+        return next(obj for reference in self._facades if mirror_of(obj := reference()) is mirror)
+
     def note_everything(self) -> None:
         """Note what replica 0's attributes hold, before code that may change them without the facades' knowledge."""
         if not self._all_noted:
@@ -192,12 +196,12 @@ class ReplicaSet:
         return of_modules + [variable.slot for variable in recorded_variables(self._record)]
 
     def attribute_slots(self) -> list[Slot]:
-        """Return where tensors live that are attributes of modules, or in a list or dict that is one.
+        """Return where tensors live that are attributes of objects, or in a container or object that is one.
 
-        Not those of metrics, of which each replica has its own part.
+        Not those of metrics, of which each replica has its own part, and of optimizers.
         """
-        modules = [m.bodies for m in self._mirrors() if m.is_module and not is_metric(m.bodies[0])]
-        return [slot for bodies in modules for slot in attribute_slots(bodies)]
+        found = [mirror.bodies for mirror in self._mirrors() if not isinstance(mirror.bodies[0], Optimizer)]
+        return [slot for bodies in found if not is_metric(bodies[0]) for slot in attribute_slots(bodies)]
 
     def optimizers(self) -> list[tuple[Optimizer, ...]]:
         """Return the replicas' copies of each optimizer."""
@@ -357,7 +361,10 @@ class ReplicaSet:
             return
         _check_gradient(name, first)
         for own in dicts[1:]:
-            own[name].grad = None if first.grad is None else torch.zeros_like(own[name])
+            if before[4] == now[4] and own[name].grad is not None:
+                own[name].grad.zero_()  # it stays what it was, such as a sum
+            else:
+                own[name].grad = None if first.grad is None else torch.zeros_like(own[name])
 
 
 def _group_ids(optimizer: Optimizer) -> list[tuple[int, ...]]:

@@ -11,12 +11,14 @@ import contextlib
 import copy
 import functools
 import itertools
+import random
 import types
 import weakref
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +26,7 @@ from torch.optim import Optimizer
 from torchstrategy.base import tree
 from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, parts_of, replicas_of
 from torchstrategy.replicas.distributed_variables import user_variable
-from torchstrategy.replicas.fingerprints import SCALARS, can_change, differ, follow, glance, snapshot
+from torchstrategy.replicas.fingerprints import SCALARS, can_change, differ, follow, glance, is_recorded, snapshot
 from torchstrategy.replicas.object_hooks import Hooks, places_in
 
 __all__ = [
@@ -286,7 +288,7 @@ class Mirror:
             mirror.push_changes()
         try:
             result = self.outside[name](self.replicas.strategy, self.bodies, *args, **kwargs)
-            return self.replicas.facades_in(result)[0] if result is self.bodies[0] else result
+            return self.replicas.facade_of(self) if result is self.bodies[0] else result
         finally:
             for mirror in family:  # what it changed on replica 0 only is meant so
                 mirror.accept_changes()
@@ -333,8 +335,16 @@ class Mirror:
             self.replicas.copy_groups(self.bodies)
         given = tree.map_leaves(lambda leaf: list(leaf) if isinstance(leaf, _ITERATORS) else leaf, (args, kwargs))
         calls = self.replicas.values_for(given)
-        results = [method(*a, **k) for method, (a, k) in zip(methods, calls, strict=True)]
-        return results[0]
+        results: list[Any] = []
+        draws = not is_recorded(self.bodies[0])  # torch's optimizers and schedulers do not
+        states = (torch.get_rng_state(), random.getstate(), np.random.get_state()) if draws else None
+        for method, (a, k) in zip(methods, calls, strict=True):
+            if states is not None and results:  # all draw the same, once
+                torch.set_rng_state(states[0])
+                random.setstate(states[1])
+                np.random.set_state(states[2])
+            results.append(method(*a, **k))
+        return self.replicas.facade_of(self) if results[0] is self.bodies[0] else results[0]
 
 
 class _Method:
@@ -625,7 +635,13 @@ def _read_module(module: Any, mirror: Mirror, name: str) -> Any:
         for members in mirror.members.values():
             if name in members:
                 return members[name]
-    return object.__getattribute__(module, name)
+    return _bound(module, mirror, name)
+
+
+def _bound(obj: Any, mirror: Mirror, name: str) -> Any:
+    """Return what a facade's class has by a name; a class method gets the plain class."""
+    value = object.__getattribute__(obj, name)
+    return getattr(mirror.cls, name) if getattr(value, "__self__", None) is type(obj) else value
 
 
 def _registers_hook(name: str) -> bool:
@@ -650,7 +666,7 @@ def _read_object(obj: Any, mirror: Mirror, name: str) -> Any:
         if name == "state_dict" and isinstance(first, Optimizer):
             mirror.note_access("state")  # whose tensors it holds
         return mirror.method(name, reads=True)
-    value = object.__getattribute__(obj, name)
+    value = _bound(obj, mirror, name)
     # Schedulers take `optimizer.step.__func__`; called outside, the step hook refuses it.
     if name.startswith("__") or is_step or not on_class or not callable(value) or isinstance(value, type):
         return value
