@@ -403,3 +403,44 @@ def test_the_gpu_is_a_compute_device_of_a_host():
     assert isinstance(strategy._memory, HostMemory)
     assert {model.weight.device.type, *(s["exp_avg"].device.type for s in optimizer.state.values())} == {"cpu"}
     assert strategy.run(lambda: model.weight.device.type) == "cuda"
+
+
+def test_check_sync_asks_the_optimizer_that_steps():
+    strategy = central(2)
+    model, optimizer = linear(strategy)
+    for _ in range(2):
+        strategy.run(step_of(model, optimizer))
+    strategy.check_sync()
+
+
+@pytest.mark.parametrize("what", ["buffer", "tensor", "in_a_dict"])
+def test_what_is_written_past_torch_reaches_every_replica(what):
+    strategy = central(2)
+    model, optimizer = linear(strategy)
+    model.register_buffer("buffer", torch.ones(1))
+    model.tensor, model.table = torch.ones(1), {"a": torch.ones(1)}
+    step = step_of(model, optimizer)
+    strategy.run(step)
+
+    def held():
+        return model.table["a"] if what == "in_a_dict" else getattr(model, what)
+
+    for value in (2.0, 3.0):
+        held().data.add_(1.0)
+        strategy.run(step)
+        own = strategy.experimental_local_results(strategy.run(lambda: held().clone()))
+        assert [tensor.item() for tensor in own] == [value, value]
+
+
+def test_parameters_may_move_to_shared_memory_outside_run():
+    strategy = central(2)
+    model, optimizer = linear(strategy)
+    step = step_of(model, optimizer)
+    strategy.run(step)
+    model.share_memory()
+    before = model.weight.detach().clone()
+    strategy.run(step)
+    own = strategy.experimental_local_results(strategy.run(lambda: model.weight.detach().clone()))
+    assert torch.equal(own[0], own[1])
+    assert not torch.equal(own[0], before)
+    strategy.check_sync()

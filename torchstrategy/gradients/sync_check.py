@@ -173,8 +173,10 @@ def _holdings(record: Record, hosting: Hosting, buffers: BufferSync, workers: Wo
     optimizers = [obj for obj in record if isinstance(obj, Optimizer)]
     for number, optimizer in enumerate(optimizers):
         what = f"{type(bodies(optimizer)[0]).__name__} (optimizer {number})"
-        copies = bodies(optimizer) if num_local > 1 else [bodies(optimizer)[0]]
+        # Where one copy steps for all, the others' have neither state nor a say.
+        copies = bodies(optimizer)[: num_local if hosting.run_hooks is None else 1]
         rows = [dict(_optimizer_state(copy, what, names if i == 0 else {})) for i, copy in enumerate(copies)]
+        rows += rows[:1] * (num_local - len(rows))
         for holding, row in zip(holdings, rows, strict=False):
             holding.update(zip(rows[0], row.values(), strict=False))
     return holdings

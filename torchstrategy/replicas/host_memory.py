@@ -342,7 +342,7 @@ class HostMemory:
         """
         for place in list(self._places.values()):
             first = place.first()
-            if first is None or place.is_copied[0] or not place.moved_from([place.outside]):
+            if first is None or place.is_copied[0] or not (place.is_lost() or place.moved_from([place.outside])):
                 continue
             self._places.pop(id(first), None)
             value = first.detach()

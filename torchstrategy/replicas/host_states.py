@@ -44,6 +44,7 @@ class Place:
         self.host = None if block.memory is None else self._typed(block.memory[part])
         #: What the user's tensor is outside run.
         self.outside = self._typed(block.views[0][part])
+        self._address = self.outside.data_ptr()
         #: What the replicas' tensors are inside.
         self.inside: list[Tensor] = []
         self.is_copied: list[bool] = []
@@ -91,6 +92,10 @@ class Place:
         """Return the replicas' tensors that the program has given another memory than these, each after its memory."""
         pairs = [(own, reference()) for reference, own in zip(self._tensors, data, strict=False)]
         return [(own, tensor) for own, tensor in pairs if tensor is not None and not _is_same_memory(tensor, own)]
+
+    def is_lost(self) -> bool:
+        """Say whether the memory itself was replaced, as ``share_memory_`` does with a storage."""
+        return self.outside.data_ptr() != self._address
 
     def fits(self, tensor: Tensor) -> bool:
         """Say whether a value can stand here."""

@@ -78,7 +78,7 @@ class ThreadedHosting(Hosting):
             keep_freed_memory()  # the kernel gives a process memory for one thread at a time
         self._check = DivergenceCheck(check_every, self._placement.name_of)
         self._edits = OutsideEdits(
-            lambda: self._set.slots() + self._set.attribute_slots(),
+            self._watched_slots,
             self._placement.name_of,
             record.written_past,
             lambda: self._set.num_layouts,
@@ -178,7 +178,7 @@ class ThreadedHosting(Hosting):
             self._runners.append(Runner(len(tasks), turns, self._call_merge, concurrent=self._concurrent))
         runner = self._runners[self._depth]
         num_threads = self._cores.num_threads = torch.get_num_threads()
-        if outermost and self.run_hooks is None:  # which sees to it that all replicas have what is written outside
+        if outermost:
             self._edits.before_run()
         self._before_functions()
         if outermost:
@@ -187,10 +187,12 @@ class ThreadedHosting(Hosting):
         self._begin_streams(outermost=outermost)
         self._depth += 1
         start = time.perf_counter()
+        seconds = 0.0
         try:
             results = runner.run(tasks, self._placement.name_of)
+            seconds = time.perf_counter() - start
             if outermost:
-                self._end_outermost(time.perf_counter() - start)
+                self._end_outermost(seconds)
         except BaseException as error:
             if outermost:
                 self._failure = name_error(error)
@@ -206,7 +208,18 @@ class ThreadedHosting(Hosting):
             if outermost:
                 self._check.forget()
                 self._compare_if_failed()
+        if outermost and self.run_hooks is not None:  # which have given the program's tensors their memory
+            self._edits.after_run(seconds)
         return results
+
+    def _watched_slots(self) -> list[Slot]:
+        """Return where tensors are that the program may write to in a way that torch does not tell of."""
+        slots = self._set.slots() + self._set.attribute_slots()
+        if self.run_hooks is None:
+            return slots
+        return [  # the hooks see to it that all replicas have what is written to parameters
+            (dicts, name) for dicts, name in slots if not isinstance(dicts[0].get(name), torch.nn.Parameter)
+        ]
 
     def _end_outermost(self, seconds: float) -> None:
         """Compare the replicas after a run that took so many seconds."""
@@ -246,7 +259,7 @@ class ThreadedHosting(Hosting):
 
     def _look(self) -> None:
         """Remember what the replicas hold alike outside ``run``, to tell what is written there."""
-        if self.run_hooks is None and not self._failure:
+        if not self._failure:
             self._edits.look()
 
     def _begin_streams(self, *, outermost: bool) -> None:
