@@ -397,3 +397,24 @@ def _checkpointed(kind: str, devices: list[str] | None) -> Any:
         optimizer.step()
 
     return strategy, model, checkpoint, step
+
+
+def state_written_outside() -> list[float]:
+    """Return what a process sees of the momentum after the program has changed it outside ``run`` and trained on."""
+    strategy = make("central", None)
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    seen = []
+    for _ in range(2):
+        strategy.run(step)
+        optimizer.state[model.weight]["momentum_buffer"].zero_()
+        strategy.run(step)
+        seen.append(optimizer.state[model.weight]["momentum_buffer"].item())
+    return seen

@@ -93,3 +93,7 @@ def test_an_error_in_the_chiefs_update_names_the_chief(process_pool):
         process_pool(2).run(programs.fails_in_the_update)
     assert isinstance(caught.value.errors[0], ValueError)
     assert "Rank 0 (replica 0) failed in Strategy.run: ValueError: boom" in str(caught.value.errors[1])
+
+
+def test_all_processes_see_a_state_that_was_written_to_outside(process_pool):
+    assert process_pool(2).run(programs.state_written_outside) == [[2.0, 2.0]] * 2

@@ -195,6 +195,7 @@ class HostMemory:
                 place.note()
         if state is not None:
             self._states.follow(optimizer, state)
+        self._states.refresh(optimizer)
         return command
 
     def _own_buffers(self, slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:

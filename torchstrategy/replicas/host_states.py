@@ -151,6 +151,7 @@ class StateSharing:
         self._workers = workers
         self._share = share
         self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[Optimizer, HostBlock | PlainBlock] = weakref.WeakKeyDictionary()
 
     def describe(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return what the others must hear of an optimizer's state after a step; ``None`` if nothing. On the chief."""
@@ -184,7 +185,7 @@ class StateSharing:
         shared: list[tuple[int, str, Tensor]] = []
         if rows:
             sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, _, dtype, shape, _ in rows]
-            block = self._share(sizes)
+            block = self._blocks[optimizer] = self._share(sizes)
             parts = block.views[0] if block.memory is None else block.memory
             for (k, name, dtype, shape, order), part in zip(rows, parts, strict=True):
                 tensor = part.view(getattr(torch, dtype)).view(shape)
@@ -198,6 +199,11 @@ class StateSharing:
             optimizer.state.clear()
         for k, name, value in [*shared, *description["numbers"]]:
             optimizer.state[parameters[k]][name] = value
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """See the chief's state again, after a step, where the program has written to what this process sees of it."""
+        if self._workers is not None and self._workers.rank > 0 and optimizer in self._blocks:
+            self._blocks[optimizer].refresh(0)
 
     def _move(
         self, optimizer: Optimizer, parameters: Sequence[Tensor], shared: Sequence[tuple[int, str, Tensor]]
