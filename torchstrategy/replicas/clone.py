@@ -244,9 +244,10 @@ class ReplicaSet:
             variable.note_in_step()
         grads = {id(variable): leaf_grad(variable.copy_on(0)) for variable in variables}
         self._variable_grads = {key: (grad, 0 if grad is None else grad._version) for key, grad in grads.items()}
+        known: dict[int, Any] = {}
         for mirror in self._mirrors():
             mirror.hooks.note()
-            mirror.note_shared()
+            mirror.note_shared(known)
             if mirror.is_module:
                 tensors_now(mirror).note()
             elif isinstance(mirror.bodies[0], Optimizer):

@@ -180,9 +180,18 @@ def snapshot(value: Any) -> Any:
     return _Look(None).at(value)
 
 
-def glance(value: Any) -> Any:
-    """Return a snapshot that costs little: of what is large it has the size and some members."""
-    return _Look(_MAX_GLANCED).at(value)
+def glance(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """Return a snapshot that costs little: of what is large it has the size and some members.
+
+    Args:
+        value: the value.
+        known: what was found of values at this moment, by their ids; many modules may hold one object.
+    """
+    if known is None:
+        return _Look(_MAX_GLANCED).at(value)
+    if id(value) not in known:
+        known[id(value)] = _Look(_MAX_GLANCED).at(value)
+    return known[id(value)]
 
 
 class _Look:

@@ -167,13 +167,13 @@ class Mirror:
         before = self._glanced[name]
         return before is _UNKNOWN or differ(before, glance(self.bodies[0].__dict__.get(name)))
 
-    def note_shared(self) -> None:
+    def note_shared(self, known: dict[int, Any] | None = None) -> None:
         """Remember at the end of a run what attributes hold whose values the program may hold, too."""
         self._glanced = {}
         for name in [name for name in self._shared if name in self.bodies[0].__dict__]:
             if name in self.held and name in self._was_read:
                 self._show_facades(name)
-            self._glanced[name] = glance(self.bodies[0].__dict__[name])
+            self._glanced[name] = glance(self.bodies[0].__dict__[name], known)
 
     def _show_facades(self, name: str) -> None:
         """Put facades into the containers in an attribute of replica 0, in the place of its own objects behind them.
@@ -226,13 +226,14 @@ class Mirror:
             if differ(seen, snapshot(self.bodies[0]._modules)):
                 self._push_children(dict(seen))
 
-    def changed(self) -> dict[str, tuple[Any, Any]]:
+    def changed(self, known: dict[int, Any]) -> dict[str, tuple[Any, Any]]:
         """Return the attributes of replica 0 that were changed from outside, with what was known of them and is."""
         state = self.bodies[0].__dict__
         found = {}
-        for known, look in ((self._glanced, glance), (self._seen, snapshot)):
-            for name, before in known.items():
-                now = look(state.get(name))
+        for noted in (self._glanced, self._seen):
+            for name, before in noted.items():
+                value = state.get(name)
+                now = snapshot(value) if noted is self._seen else glance(value, known)
                 if before is _UNKNOWN or differ(before, now):
                     found[name] = before, now
         if self._names is not None:
@@ -380,7 +381,8 @@ def push_attributes(mirrors: Sequence[Mirror]) -> None:
 
     What several objects hold is copied once for each replica, so that they still hold the same.
     """
-    found = [(mirror, name, *known) for mirror in mirrors for name, known in mirror.changed().items()]
+    known: dict[int, Any] = {}
+    found = [(mirror, name, *states) for mirror in mirrors for name, states in mirror.changed(known).items()]
     changed = [(mirror, name) for mirror, name, before, now in found if not mirror.follow(name, before, now)]
     if changed:
         firsts = [mirror.bodies[0].__dict__.get(name) for mirror, name in changed]
