@@ -111,9 +111,7 @@ def encode(config: DictConfig) -> tuple[Tensor, int | None]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.checkpoint, local_files_only=True)
         tokens, mask = tokenizer(text[: config.max_characters])["input_ids"], tokenizer.mask_token_id
     if len(tokens) < 10 * config.block:
-        raise ValueError(
-            f"The text must have at least ten blocks of {config.block} tokens. It has {len(tokens)} tokens."
-        )
+        raise ValueError(f"The text must have ten blocks of {config.block} tokens at least. It has {len(tokens)}.")
     return torch.tensor(tokens[: len(tokens) // config.block * config.block]).view(-1, config.block), mask
 
 
