@@ -66,11 +66,7 @@ class ReplicaSet:
     """
 
     def __init__(
-        self,
-        strategy: Any,
-        devices: Sequence[torch.device],
-        record: Record,
-        running: Callable[[], int | None],
+        self, strategy: Any, devices: Sequence[torch.device], record: Record, running: Callable[[], int | None]
     ) -> None:
         self.strategy = strategy
         self._devices = [tensor_device(device) for device in devices]

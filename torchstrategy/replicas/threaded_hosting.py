@@ -200,8 +200,8 @@ class ThreadedHosting(Hosting):
             raise
         finally:
             self._depth -= 1
+            self._end_streams(outermost=outermost)  # first: the program's generators are noted as it will see them
             self._after_functions()
-            self._end_streams(outermost=outermost)
             if self._concurrent:
                 self._cores.num_threads = num_threads
                 torch.set_num_threads(num_threads)
