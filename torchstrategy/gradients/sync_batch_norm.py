@@ -22,7 +22,7 @@ from torchstrategy import patches
 from torchstrategy.base.context import current_replica_context
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.options import ReduceOp
-from torchstrategy.collectives.autograd import differentiable_all_gather
+from torchstrategy.collectives.reductions import differentiable_all_gather
 from torchstrategy.gradients.lone_values import trains_on_one
 
 __all__ = ["SyncBatchNorm", "serve_layers_of_torch"]

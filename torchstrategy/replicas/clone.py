@@ -35,9 +35,10 @@ from torchstrategy.replicas.copies import (
     with_submodules,
 )
 from torchstrategy.replicas.distributed_variables import DistributedVariable, recorded_variables, user_variable
+from torchstrategy.replicas.facades import swap_class, take_strays
 from torchstrategy.replicas.fingerprints import is_plain
 from torchstrategy.replicas.metric_states import is_metric
-from torchstrategy.replicas.mirrored import Mirror, mirror_of, push_attributes, swap_class, take_strays
+from torchstrategy.replicas.mirrored import Mirror, mirror_of, push_attributes
 from torchstrategy.replicas.module_tensors import (
     Slot,
     Stamp,

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from torchstrategy.replicas.distributed_variables import DistributedVariable
 from torchstrategy.replicas.dtensors import is_dtensor
+from torchstrategy.replicas.facades import check_can_swap
 from torchstrategy.replicas.fingerprints import can_change, is_plain, is_recorded
-from torchstrategy.replicas.mirrored import check_can_swap, mirror_of
+from torchstrategy.replicas.mirrored import mirror_of
 from torchstrategy.replicas.object_hooks import copy_parameter_hooks, members_held
 from torchstrategy.replicas.record import unrecorded
 

@@ -16,8 +16,7 @@ from torchstrategy.base.later import explains_absent
 from torchstrategy.base.log import call_site
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import BatchShares, num_rows_of, regroup, select_replica, shares_of
-from torchstrategy.collectives.autograd import differentiable_all_gather, differentiable_all_reduce
-from torchstrategy.collectives.reductions import check_gather_axis
+from torchstrategy.collectives.reductions import check_gather_axis, differentiable_all_gather, differentiable_all_reduce
 from torchstrategy.gradients.replica_gradients import ReplicaGradients
 from torchstrategy.replicas.hosting import Hosting
 from torchstrategy.replicas.mirrored import resolve
