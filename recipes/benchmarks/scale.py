@@ -279,7 +279,7 @@ class Plane:
             self.news += sum(message["kind"] == "failed" for message in messages)
             self.network.send(self, other, frames)
 
-    def close(self) -> None:
+    def close(self, how: str | None = None) -> None:
         """Do as the library's plane."""
 
 
