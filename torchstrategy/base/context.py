@@ -24,6 +24,7 @@ __all__ = [
     "push_frame",
     "raise_failures",
     "raise_in_next_run",
+    "reporting_failures",
     "set_base_frame",
     "set_default",
     "set_within",
@@ -186,6 +187,17 @@ def raise_failures() -> None:
 
 
 _failures: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def reporting_failures(strategy: Any, operation: str) -> Iterator[None]:
+    """Tell the processes that step together of an error that this one may have alone, before they wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if strategy.workers is not None:
+            strategy.workers.report_failure(operation, error)
+        raise
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchstrategy.base.context import get_strategy
+from torchstrategy.base.context import get_strategy, reporting_failures
 from torchstrategy.base.log import warning_once
 from torchstrategy.base.names import uncompiled_name
 from torchstrategy.base.values import RemoteTensor
-from torchstrategy.checkpoint.process_reports import is_writer, telling_others
+from torchstrategy.checkpoint.process_reports import is_writer
 from torchstrategy.checkpoint.tracked import (
     Group,
     Plan,
@@ -362,7 +362,7 @@ def capture_together(tracked: Mapping[str, Tracked], strategy: Any, path: str) -
     Returns:
         A function for the process that writes. It captures the others, and returns all states by name.
     """
-    with telling_others(strategy, f"writing of checkpoint {path}"):
+    with reporting_failures(strategy, f"writing of checkpoint {path}"):
         together = {name: item for name, item in tracked.items() if item.is_collective}
         token = keeps_parts.set(not together or is_writer(strategy, path))
         try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torchstrategy import errors
@@ -19,24 +18,12 @@ __all__ = [
     "agree_on_write",
     "begin_together",
     "is_writer",
-    "telling_others",
     "write_together",
 ]
 
 
 class WriteFailedError(RuntimeError):
     """A process found no room for a checkpoint, no right to write it, or no disk; every process raises it."""
-
-
-@contextlib.contextmanager
-def telling_others(strategy: Any, operation: str) -> Iterator[None]:
-    """Let the other processes hear of an error that this one may have alone, before they go on without it."""
-    try:
-        yield
-    except Exception as error:
-        if strategy.workers is not None:
-            strategy.workers.report_failure(operation, error)
-        raise
 
 
 def write_together(strategy: Any, path: str, write: Callable[[], None]) -> None:

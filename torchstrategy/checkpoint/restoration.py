@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchstrategy.base.context import reporting_failures
 from torchstrategy.base.log import add_note, logger
-from torchstrategy.checkpoint.process_reports import telling_others
 from torchstrategy.checkpoint.tracked import Plan, Tracked
 
 __all__ = ["CheckpointLoadStatus", "InitializationOnlyStatus", "Restoration", "join"]
@@ -118,7 +118,7 @@ class Restoration:
     def give(self, name: str, item: Tracked, plan: Plan) -> None:
         """Change an object as planned."""
         try:
-            with telling_others(self._strategy, f"restoring {item.name} of {self.path}"):
+            with reporting_failures(self._strategy, f"restoring {item.name} of {self.path}"):
                 plan.apply()
         except Exception as error:
             add_note(

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchstrategy.base import tree
+from torchstrategy.base.context import reporting_failures
 from torchstrategy.base.log import add_note, logger
 from torchstrategy.base.values import get_shares
 from torchstrategy.checkpoint.reader import latest_checkpoint
@@ -26,7 +27,7 @@ from torchstrategy.estimator.specs import ModeKeys
 from torchstrategy.estimator.warm_start import as_array
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
-from torchstrategy.strategies.default import get_replica_context, reporting_failures
+from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["EvaluationStepsHook", "evaluate_model", "predict_with_model"]

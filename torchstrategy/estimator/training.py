@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchstrategy.base.context import reporting_failures
 from torchstrategy.base.log import logger
 from torchstrategy.checkpoint.archive import DamagedError
 from torchstrategy.checkpoint.directory import read_index
@@ -27,7 +28,7 @@ from torchstrategy.estimator.summary_hooks import LoggingTensorHook, StepCounter
 from torchstrategy.estimator.warm_start import WarmStartSettings, load_global_step, warm_start
 from torchstrategy.losses.loss import replica_means
 from torchstrategy.ps.between_graph import BetweenGraphParameterServerStrategy
-from torchstrategy.strategies.default import get_replica_context, reporting_failures
+from torchstrategy.strategies.default import get_replica_context
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Saver", "has_saved", "make_step", "skip_training", "train_model"]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchstrategy.base import tree
+from torchstrategy.base.context import reporting_failures
 from torchstrategy.base.log import add_note, warning_once
 from torchstrategy.fit.arguments import DataArguments, FitArguments, check_counts, warn_of_nan
 from torchstrategy.fit.batch_parts import check_first_batch, class_weight_applier
@@ -27,7 +28,6 @@ from torchstrategy.fit.rank_comparison import check_alike
 from torchstrategy.fit.step_loop import StepLoop
 from torchstrategy.fit.steps import FitPosition
 from torchstrategy.fit.validation import Validation, split_arrays
-from torchstrategy.strategies.default import reporting_failures
 
 __all__ = ["Loop"]
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchstrategy import errors
-from torchstrategy.base.context import current_replica_context
+from torchstrategy.base.context import current_replica_context, reporting_failures
 from torchstrategy.checkpoint.archive import FORMAT, SUFFIX, WEIGHTS, read_archive, write_archive
 from torchstrategy.checkpoint.directory import Index, read_index
 from torchstrategy.checkpoint.fencing import Fence, publish
 from torchstrategy.checkpoint.objects import capture_together, track_object
-from torchstrategy.checkpoint.process_reports import agree_on_restore, telling_others, write_together
+from torchstrategy.checkpoint.process_reports import agree_on_restore, write_together
 from torchstrategy.checkpoint.storage import is_directory, is_file, spilled_to
 from torchstrategy.checkpoint.tracked import Plan
 from torchstrategy.fit.safetensors_files import SAFE_SUFFIX, find_safetensors, read_safetensors, write_safetensors
@@ -177,7 +177,7 @@ def load_weights(
     except Exception as raised:  # noqa: BLE001 - whatever it is, the waiting processes must hear of it
         error = raised
     agree_on_restore(strategy, os.fspath(path), error)
-    with telling_others(strategy, f"loading weights of {os.fspath(path)}"):
+    with reporting_failures(strategy, f"loading weights of {os.fspath(path)}"):
         plan.apply()
 
 

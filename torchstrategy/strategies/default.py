@@ -5,9 +5,8 @@ Lower layers ask ``base.context``, to which this module gives the default answer
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ __all__ = [
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
-    "reporting_failures",
 ]
 
 
@@ -239,14 +237,3 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 def _check_mode(options: InputOptions | None) -> None:
     if options is not None and options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise UnimplementedError("InputReplicationMode.PER_REPLICA needs `distribute_datasets_from_function`.")
-
-
-@contextlib.contextmanager
-def reporting_failures(strategy: Strategy, operation: str) -> Iterator[None]:
-    """Tell the processes that step together of an error here, because they would wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        if strategy.workers is not None:
-            strategy.workers.report_failure(operation, error)
-        raise
