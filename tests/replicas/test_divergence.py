@@ -95,6 +95,45 @@ def test_drift_past_the_version_counter_is_found(strategy):
         strategy.run(fn, args=(True,))
 
 
+class Langevin(torch.optim.SGD):
+    """Descends with noise from torch's stream, or from a seed for each step."""
+
+    def __init__(self, params, *, seeds_each_step):
+        super().__init__(params, lr=0.1)
+        self.seeds_each_step = seeds_each_step
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.num_steps += 1
+        generator = torch.Generator().manual_seed(self.num_steps) if self.seeds_each_step else None
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("seeds_each_step", [True, False])
+def test_optimizers_that_draw_random_numbers(strategy, seeds_each_step):
+    """Replicas have streams of their own, so such an optimizer has to seed its draws, as the message says."""
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = Langevin(model.parameters(), seeds_each_step=seeds_each_step)
+
+    def fn():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    if seeds_each_step:
+        before = model.weight.detach().clone()
+        strategy.run(fn)
+        noise = torch.randn(1, 2, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(model.weight, before - 0.1 * strategy.num_replicas_in_sync + noise)
+    else:
+        with pytest.raises(ts.errors.DivergenceError, match="a generator that it seeds in each step"):
+            strategy.run(fn)
+
+
 @pytest.mark.parametrize(("key", "first"), [("lr", 0.1), ("weight_decay", 0.0), ("nesterov", False)])
 def test_hyper_parameters_that_differ_are_found(strategy, key, first):
     model, optimizer = make(strategy)

@@ -52,7 +52,8 @@ def compare_between_ranks(tensors: Sequence[Tensor], workers: WorkerGroup, name:
         raise DivergenceError(
             f"{name(k)} differs between the ranks before its gradients are summed: "
             f"{text}.{more} Every rank must change parameters in the same way: load weights on all ranks, not on the "
-            "chief only."
+            "chief only, and let an optimizer that draws random numbers take them from a generator that it seeds in "
+            "each step."
         )
     if found:
         warning_once(

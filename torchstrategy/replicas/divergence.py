@@ -292,8 +292,10 @@ def describe_divergence(name: str, shape: Sequence[int], text: str) -> str:
     return (
         f"After the run, parameter {name!r} (shape {tuple(shape)}) differs between {text}. Either the replicas applied "
         "different updates: use `optimizer.step()`, which sums the gradients, and do not change parameters by values "
-        "that differ between replicas. Or the program wrote to `parameter.data` outside `run`, which reaches replica 0 "
-        "only: write to the parameter itself, inside `with torch.no_grad():`."
+        "that differ between replicas, such as random numbers, of which each replica draws its own (let an optimizer "
+        "that needs some take them from a generator that it seeds in each step). Or the program wrote to "
+        "`parameter.data` outside `run`, which reaches replica 0 only: write to the parameter itself, inside "
+        "`with torch.no_grad():`."
     )
 
 
