@@ -228,8 +228,40 @@ def test_conversion():
     now = dict(model.named_parameters()) | dict(model.named_buffers())
     assert all(now[name] is value for name, value in state.items())
     assert type(synchronised(nn.BatchNorm3d(2))) is ts.nn.SyncBatchNorm
-    with pytest.raises(ValueError, match="'1' is not initialised yet"):
-        synchronised(nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d()))
+
+
+def test_conversion_keeps_what_hangs_on_a_layer():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    layer, seen = model[1], []
+    layer.register_forward_hook(lambda *_: seen.append(layer))
+    synchronised(model)(torch.randn(4, 2))
+    assert model[1] is layer
+    assert seen == [layer]
+
+
+class NormWithActivation(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class SynchronisedNormWithActivation(nn.SyncBatchNorm):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_norms_that_do_more_are_not_converted():
+    """The class of the new layer would not do it."""
+    for refused, match in (
+        (nn.LazyBatchNorm1d(), "'1' is not initialised yet"),
+        (NormWithActivation(3), "'1' is a NormWithActivation, whose own `forward` would be lost"),
+        (nn.utils.parametrize.register_parametrization(nn.BatchNorm1d(3), "weight", nn.Identity()), "'1' is parametr"),
+    ):
+        model = nn.Sequential(nn.BatchNorm1d(3), refused)
+        with pytest.raises(ValueError, match=match):
+            synchronised(model)
+        assert type(model[0]) is nn.BatchNorm1d
+    model = synchronised(nn.Sequential(SynchronisedNormWithActivation(3)))
+    assert type(model[0]) is SynchronisedNormWithActivation
 
 
 def test_conversion_after_the_first_run():

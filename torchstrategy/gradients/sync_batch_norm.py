@@ -91,19 +91,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     @override
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
-        """Replace the batch norms in a module, of which parameters, buffers and mode are kept, but no hooks.
+        """Make the batch norms in a module synchronised ones: the same objects, of another class.
 
-        Call it before the first ``run``, and before an optimizer or a compiler sees the module.
+        Call it before the first ``run``, and before a compiler sees the module.
 
         Args:
-            module: a module, at any depth of which batch norms are replaced.
+            module: a module, at any depth of which batch norms are changed.
             process_group: must be ``None``.
 
         Returns:
-            The module; if it is a batch norm itself, the new one.
+            The module.
 
         Raises:
-            ValueError: a ``process_group`` is given, or a lazy batch norm has no shape yet.
+            ValueError: a ``process_group`` is given, a lazy batch norm has no shape yet, or a batch norm does more than
+                torch's; nothing is changed then.
 
         Example:
             >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
@@ -111,17 +112,34 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             True
         """
         _check_group(process_group)
-        for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm) and any(map(nn.parameter.is_lazy, layer.parameters())):
-                raise ValueError(
-                    f"The batch norm {name!r} is not initialised yet. Call the model on one batch before "
-                    "`convert_sync_batchnorm`."
-                )
-        converted = super().convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        for layer in converted.modules():
-            if type(layer) is nn.SyncBatchNorm:
-                layer.__class__ = cls
-        return converted
+        layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if type(layer) is nn.SyncBatchNorm
+            or (isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm))
+        }
+        for name, layer in layers.items():
+            _check_convertible(name, layer)
+        for layer in layers.values():
+            layer.__class__ = cls
+            layer.process_group = None
+        return module
+
+
+def _check_convertible(name: str, layer: nn.Module) -> None:
+    if any(map(nn.parameter.is_lazy, layer.parameters())):
+        raise ValueError(
+            f"The batch norm {name!r} is not initialised yet. Call the model on one batch before "
+            "`convert_sync_batchnorm`."
+        )
+    if nn.utils.parametrize.is_parametrized(layer):
+        raise ValueError(f"The batch norm {name!r} is parametrized. Convert the model before you parametrize it.")
+    if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise ValueError(
+            f"The batch norm {name!r} is a {type(layer).__qualname__}, whose own `forward` would be lost. Put a "
+            "`ts.nn.SyncBatchNorm` and what else it does in its place; of timm's models, "
+            "`timm.layers.convert_sync_batchnorm(model)` does so."
+        )
 
 
 def serve_layers_of_torch(user: Any) -> None:
