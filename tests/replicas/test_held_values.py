@@ -80,6 +80,7 @@ def strategy():
     return ts.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support will be removed from itertools")
 @pytest.mark.parametrize("way", ["from before", "read", "set", "set anew"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_of_what_is_held_reaches_every_replica(strategy, name, way):
