@@ -35,7 +35,7 @@ def _importers(files):
     modules = {_name(file) for file in files}
     found = defaultdict(set)
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in _statements(ast.parse(file.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -45,6 +45,16 @@ def _importers(files):
             for name in names:
                 found[name].add(_name(file))
     return found
+
+
+def _statements(tree):
+    """Yield all statements; ``ast.walk`` goes through the expressions, too, which takes as long as parsing."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, part, ())
 
 
 def _name(file):
