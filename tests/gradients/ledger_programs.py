@@ -177,6 +177,30 @@ def summed_twice(model, optimizer, loss, run):
 
 
 @right
+def summed_again_after_a_step_and_halved(model, optimizer, loss, run):
+    """As two optimizers of one parameter that each clip its gradient."""
+    optimizer.zero_grad()
+    loss().backward()
+    for _ in range(2):
+        sum_now(optimizer)
+        model.weight.grad.mul_(0.5)
+        optimizer.step()
+
+
+@right
+def zeros_that_are_written_where_another_replica_has_new_gradients(model, optimizer, loss, run):
+    if model.weight.grad is None:
+        model.weight.grad = torch.zeros_like(model.weight)
+    model.weight.grad.zero_()
+    context = ts.get_replica_context()
+    (gradient,) = torch.autograd.grad(loss(), model.weight)
+    total = context.all_reduce("sum", gradient)
+    if run % 2 and context.replica_id_in_sync_group == context.num_replicas_in_sync - 1:
+        model.weight.grad = model.weight.grad + total
+    optimizer.step()
+
+
+@right
 def summed_in_one_run_and_used_in_the_next(model, optimizer, loss, run):
     if run % 2 == 0:
         optimizer.zero_grad()

@@ -123,3 +123,20 @@ def test_a_change_by_gradients_that_were_not_summed_is_warned_of(sets_to_none):
     climbs(sums=True, sets_to_none=sets_to_none)
     with pytest.warns(UserWarning, match=r"Parameters were changed between `backward` and `zero_grad`.*test_hooks.py"):
         climbs(sums=False, sets_to_none=sets_to_none)
+
+
+def test_weights_that_are_loaded_between_two_runs_are_no_change_by_gradients():
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([model.bias], lr=0.1)  # nothing trains the weight, whose gradients are cleared
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(x):
+        model.zero_grad()
+        ts.nn.compute_average_loss(model(x).square().sum(1), global_batch_size="actual").backward()
+        optimizer.step()
+
+    for batch in strategy.experimental_distribute_dataset(torch.eye(4)[:, :2], batch_size=2):
+        strategy.run(step, args=(batch,))
+        model.load_state_dict(first)

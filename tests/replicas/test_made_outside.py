@@ -231,3 +231,53 @@ def test_a_parameter_in_the_place_of_one_that_is_gone_is_a_stranger():
 
     with pytest.raises(RuntimeError, match="does not belong to this replica"):
         strategy.run(step)
+
+
+class Counting(nn.Module):
+    """Has a variable, as a buffer or as an attribute."""
+
+    def __init__(self, way, variable):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        if way == "buffer":
+            self.register_buffer("seen", variable)
+        else:
+            self.seen = variable
+
+
+def outside_variable(*, trainable):
+    return ts.Variable(0.0, trainable=trainable, aggregation=ts.VariableAggregation.SUM)
+
+
+def put_into_a_model(devices, way, when):
+    """Count with a variable from outside that is put into a model; return what was said."""
+    strategy = strategy_for(devices)
+    variable = outside_variable(trainable=way == "parameter")
+    if when == "replicated":
+        model = strategy.replicate(Counting(way, variable))
+    else:
+        with strategy.scope():
+            model = nn.Linear(1, 1) if when == "later" else Counting(way, variable)
+    try:
+        strategy.run(lambda: None)
+        if when == "later":
+            model.seen = variable
+    except TypeError as error:
+        return str(error)
+    strategy.run(lambda: model.seen.assign_add(torch.ones(())))
+    return float(model.seen)
+
+
+@pytest.mark.parametrize("when", ["replicated", "in the scope", "later"])
+@pytest.mark.parametrize("way", ["attribute", "buffer", "parameter"])
+def test_a_variable_from_outside_is_refused_in_a_model(way, when):
+    """Its copies would not be aggregated: each replica would count by itself."""
+    found = put_into_a_model(cpu_devices(2), way, when)
+    name = "Linear" if when == "later" else "Counting"
+    assert found.startswith(f"{name}.seen is a ts.Variable that was made outside `strategy.scope()`"), found
+    assert put_into_a_model(cpu_devices(1), way, when) == 1.0
+
+
+def test_a_variable_from_outside_is_refused_in_a_model_of_processes(process_pool):
+    for found in process_pool(2).run(put_into_a_model, None, "buffer", "replicated"):
+        assert "made outside `strategy.scope()`" in found

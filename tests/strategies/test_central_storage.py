@@ -133,6 +133,28 @@ def test_other_optimizers(way):
     assert largest_difference(run(ts.get_strategy()), run(central(3))) <= 1e-6
 
 
+def test_a_closure_whose_gradients_are_partly_zeros():
+    """The host takes them for cleared by its optimizer, and the other replicas have none."""
+
+    def run(strategy):
+        with strategy.scope():
+            layer = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        torch.nn.init.ones_(layer.weight)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = ts.nn.scale_regularization_loss(layer.weight.square().sum() + 0 * layer.bias.sum())
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            strategy.run(lambda: optimizer.step(closure))
+        return layer.weight.item()
+
+    assert run(central(2)) == pytest.approx(run(ts.get_strategy()))
+
+
 def test_the_host_has_the_only_copy_of_parameters_and_state():
     strategy = central(3)
     model, optimizer = linear(strategy)

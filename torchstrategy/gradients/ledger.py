@@ -74,6 +74,8 @@ class GradientLedger:
         self.cleared_at = ""
         #: Numbers of backward passes.
         self.passes = itertools.count(1)
+        #: The number that stood there when the present run began.
+        self._passes_before = 0
         #: How many steps have used the gradient of a parameter that is an optimizer's first, by its id.
         self._num_steps: Counter[int] = Counter()
         #: Whether a used sum was met again, so that all steps leave fingerprints.
@@ -152,6 +154,7 @@ class GradientLedger:
             self._num_runs += 1
             if self._num_runs == 1:
                 self._hear(None)
+                self._passes_before = next(self.passes)
 
     def _hear(self, current: int | None, *, ends_run: bool = False) -> None:
         notes, passes, problem = self._notes, self.passes, None
@@ -330,17 +333,25 @@ class GradientLedger:
         """
         self.hear()
         states = [State.LOCAL] * len(parameters)
+        unclear: list[int] = []
         for k, parameter in enumerate(parameters):
             note, grad = self._notes.get(id(parameter)), parameter.grad
             if note is not None and grad is not None and note.state not in (State.LOCAL, State.UNKNOWN):
                 states[k] = self._state(note, grad, run, uses_applied=uses_applied)
-        unclear = [k for k, state in enumerate(states) if state not in (State.LOCAL, State.SUMMED)]
+                # Sums that were used, too, may be zeros by now, where another replica has new gradients.
+                if not (states[k] is State.LOCAL or (states[k] is State.SUMMED and note.state is State.SUMMED)):
+                    unclear.append(k)
         pairs = [(self._notes[id(parameters[k])], parameters[k].grad) for k in unclear]
+        used = []
         for k, is_cleared in zip(unclear, are_cleared(pairs), strict=True):  # type: ignore[arg-type]
             if is_cleared:
                 states[k] = State.LOCAL
             elif states[k] in (State.OUTSIDE, State.MIXED):
                 raise RuntimeError(refusal(states[k], k, parameters[k]))
+            elif states[k] is State.SUMMED and not uses_applied:
+                used.append(parameters[k])
+        if used:  # what the program does to them before the next step, such as clipping, is done to sums
+            self._note(used, State.SUMMED, run)
         return states
 
     def _state(self, note: Note, grad: Tensor, run: Any, *, uses_applied: bool) -> State:
@@ -408,7 +419,7 @@ class GradientLedger:
         return note.version != grad._version and not are_cleared([(note, grad)])[0]
 
     def with_written(self, local_id: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Return a replica's parameters that were changed since their own gradients; only in its first calls.
+        """Return a replica's parameters changed since their own gradients of this run; only in its first calls.
 
         Args:
             local_id: the replica's position in the process.
@@ -422,7 +433,7 @@ class GradientLedger:
         self.hear()
         found = []
         for note in list(self._notes.values()):
-            if note.state is LOCAL and note.local_id == local_id:
+            if note.state is LOCAL and note.local_id == local_id and note.passes > self._passes_before:
                 parameter, grad = note.parameter(), note.gradient()
                 if parameter is not None and parameter._version != note.written and parameter.grad is grad is not None:
                     found.append((parameter, grad, grad._version))

@@ -23,6 +23,7 @@ from torchstrategy.replicas.fingerprints import can_change, is_plain, is_recorde
 from torchstrategy.replicas.mirrored import mirror_of
 from torchstrategy.replicas.object_hooks import copy_parameter_hooks, members_held
 from torchstrategy.replicas.record import unrecorded
+from torchstrategy.replicas.variables import refuse_one_for_all
 
 __all__ = [
     "Memo",
@@ -69,13 +70,7 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
             "Start a process for each device, by torchrun or `torchstrategy launch`, in which `fully_shard` is "
             "understood."
         )
-    if isinstance(obj, nn.Module):
-        for key, value in [*obj._parameters.items(), *obj._buffers.items()]:
-            if value is not None and torch.nn.parameter.is_lazy(value):
-                raise TypeError(
-                    f"{name}.{key} is not initialised yet. Call the model on one batch, inside `strategy.scope()` and "
-                    "before the first `run`, so that lazy modules get their shapes."
-                )
+    _check_values(obj, name)
     if swap:
         try:
             check_can_swap(obj)
@@ -84,6 +79,19 @@ def check_can_be_copied(obj: Any, *, swap: bool = False) -> None:
                 f"A {name} can't be hosted for several replicas: {error}. Use an object of a plain Python class that "
                 "keeps its data in attributes."
             ) from error
+
+
+def _check_values(obj: Any, name: str) -> None:
+    held = dict(getattr(obj, "__dict__", {}))
+    if isinstance(obj, nn.Module):
+        held |= {**obj._parameters, **obj._buffers}
+    for key, value in held.items():
+        refuse_one_for_all(f"{name}.{key}", value)
+        if isinstance(value, Tensor) and torch.nn.parameter.is_lazy(value):
+            raise TypeError(
+                f"{name}.{key} is not initialised yet. Call the model on one batch, inside `strategy.scope()` and "
+                "before the first `run`, so that lazy modules get their shapes."
+            )
 
 
 def with_submodules(objects: Sequence[Any]) -> list[Any]:

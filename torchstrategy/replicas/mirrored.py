@@ -28,6 +28,7 @@ from torchstrategy.replicas.adapters import OutsideMethod, outside_methods, part
 from torchstrategy.replicas.distributed_variables import user_variable
 from torchstrategy.replicas.fingerprints import can_change, differ, follow, glance, is_recorded, snapshot
 from torchstrategy.replicas.object_hooks import Hooks, places_in
+from torchstrategy.replicas.variables import refuse_one_for_all
 
 __all__ = [
     "IS_FACADE",
@@ -118,6 +119,7 @@ class Mirror:
 
     def write(self, name: str, value: Any) -> None:
         """Set an attribute of every replica's object from outside; of what each has a part of, it is replica 0's."""
+        refuse_one_for_all(f"{type(self.bodies[0]).__name__}.{name}", value)
         values = self.replicas.values_for(value)
         if name in self._parts_of(self.bodies[0]):
             values = [values[0], *(copy.deepcopy(self._parts_of(body)[name]) for body in self.bodies[1:])]

@@ -24,6 +24,7 @@ __all__ = [
     "VariableOptions",
     "fitting",
     "make_copy",
+    "refuse_one_for_all",
     "to_tensor",
     "value_of_first_replica",
     "view_of",
@@ -333,6 +334,23 @@ def view_of(copy: Variable) -> Variable:
         if view.requires_grad:
             view.grad = copy.grad
     return view
+
+
+def refuse_one_for_all(what: str, value: Any) -> None:
+    """Refuse what several replicas shall have copies of if it is a variable that knows of no copies.
+
+    Args:
+        what: names it.
+        value: anything.
+
+    Raises:
+        TypeError: it is such a variable.
+    """
+    if type(value) is Variable and value.user_variable is None:
+        raise TypeError(
+            f"{what} is a ts.Variable that was made outside `strategy.scope()`: it is one tensor, so its copies would "
+            "not follow what is assigned to it. Make it in the scope, alone or with all of its model."
+        )
 
 
 def _unpickle(value: Tensor, name: str, trainable: bool, synchronization: str, aggregation: str) -> Variable:  # noqa: FBT001
