@@ -188,6 +188,16 @@ def summed_again_after_a_step_and_halved(model, optimizer, loss, run):
 
 
 @right
+def two_steps_on_one_gradient_at_last(model, optimizer, loss, run):
+    """As a second optimizer of the same parameter that begins when the first one's sums leave no fingerprints."""
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+    if run == NUM_RUNS - 1:
+        optimizer.step()
+
+
+@right
 def zeros_that_are_written_where_another_replica_has_new_gradients(model, optimizer, loss, run):
     if model.weight.grad is None:
         model.weight.grad = torch.zeros_like(model.weight)

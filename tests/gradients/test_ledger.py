@@ -60,6 +60,18 @@ def test_concurrent_replicas():
         assert strategy_weights[1] == pytest.approx(strategy_weights[0] * 2), name
 
 
+def test_gradients_that_are_nan_everywhere_are_no_sums_of_the_program():
+    """A training that ends in NaN is not told that it has summed by itself."""
+
+    def step(model, optimizer, loss, run):
+        ts.get_replica_context().all_reduce("sum", torch.ones(()))
+        (gradient,) = torch.autograd.grad(loss(), model.weight)
+        model.weight.grad = gradient * float("nan")
+        optimizer.step()
+
+    assert programs.train(cpu_devices(2), step, is_equal=False) == pytest.approx([float("nan")] * 2, nan_ok=True)
+
+
 def test_nothing_is_kept_on_tensors_and_no_gradient_is_kept_alive():
     strategy = ts.MirroredStrategy(cpu_devices(2))
     with strategy.scope():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torchstrategy as ts
+from tests.programs import strategy_for
 from tests.replicas.runs import assert_usable, on_replicas
 
 
@@ -119,3 +120,35 @@ def test_scopes_do_not_leak_into_replicas(strategy):
 
     with strategy.scope():
         assert all(on_replicas(strategy, fn))
+
+
+def test_what_replicas_get_for_a_run_in_inference_mode_can_be_trained_later():
+    """An evaluation before the training, and one after a layer was replaced."""
+
+    def train(devices):
+        strategy = strategy_for(devices)
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+        torch.nn.init.ones_(model.weight)
+        model.factor = torch.ones(())
+        model.bias = torch.nn.Parameter(torch.zeros(1))
+        (x,) = strategy.experimental_distribute_dataset(torch.ones(4, 2), batch_size=4)
+
+        def loss(x):
+            return ts.nn.compute_average_loss(model.factor * model(x).square().sum(1), global_batch_size="actual")
+
+        def step(x):
+            loss(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(1, 3):
+            with torch.inference_mode():
+                strategy.run(loss, args=(x,))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            strategy.run(step, args=(x,))
+            model.factor = torch.full((), 1.0 + number)
+            model.bias = torch.nn.Parameter(torch.ones(1))
+        return [*model.weight.flatten().tolist(), model.bias.item()]
+
+    assert train(["cpu:0", "cpu:1"]) == pytest.approx(train([]))

@@ -475,7 +475,7 @@ def warnings_of_update(update, devices):
     strategy = ts.MirroredStrategy(devices)
     model, optimizer = make(strategy)
     with strategy.scope():
-        average = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
+        average = nn.Sequential(nn.Linear(2, 1))  # which requires gradients, as torch's AveragedModel does
 
     def step():
         update(model, optimizer, average, model(torch.full((1, 2), replica_id() + 1.0)).sum())

@@ -231,6 +231,7 @@ def _telling_of_passes(engine: Callable[..., Any]) -> Callable[..., Any]:
         if accumulate_grad:
             gradients.before_backward(context, outputs, grad_outputs, create_graph=bool(create_graph))
             return _heard(run)
+        context._differentiated.update(map(id, inputs))
         mean = gradients.before_grad(context, outputs, grad_outputs, inputs)
         found = run()
         gradients.after_grad(context, mean, found)

@@ -368,7 +368,10 @@ class GradientLedger:
             return note.state
         if uses_applied or self._is_unchanged(note, grad):
             return State.SUMMED
-        return State.LOCAL if has_computed and note.version != grad._version else State.DOUBTFUL
+        if note.version != grad._version:
+            return State.LOCAL if has_computed else State.DOUBTFUL
+        # Of a late optimizer's first use of others' sums nothing more tells: if all replicas hold the same, it is one.
+        return State.DOUBTFUL if has_computed or note.fingerprint is not None else State.EDITED
 
     def _is_unchanged(self, note: Note, grad: Tensor) -> bool:
         """Say whether a tensor is known to hold the sum that a step has used."""
@@ -392,6 +395,11 @@ class GradientLedger:
         self.hear()
         note, grad = self._notes.get(id(parameter)), parameter.grad
         return note is not None and grad is not None and note.state is State.LOCAL and note.gradient() is grad
+
+    def was_reached(self, parameter: Tensor) -> bool:
+        """Say whether a backward pass of the present run, or of the last one if there is none, has reached it."""
+        note = self._notes.get(id(parameter))
+        return note is not None and note.passes > self._passes_before
 
     def is_sum(self, parameter: Tensor) -> bool:
         """Say whether a parameter's gradient is a sum over replicas, used or not, or might be."""

@@ -358,7 +358,7 @@ class GradientSummer:
             if not getattr(part.run, "_has_all_reduced", False):
                 return None
             assigned = [p.grad for p in part.parameters if self.ledger.is_the_programs(p) and p.grad is not None]
-            rows.append(fingerprints([grad for grad in assigned if not grad.is_sparse and bool(grad.any())]))
+            rows.append(fingerprints([grad for grad in assigned if not grad.is_sparse and _tells(grad)]))
         return list(rows[0]) if all(row == rows[0] for row in rows) else None
 
     def _states(self, part: GradientSum) -> list[State]:
@@ -475,6 +475,11 @@ class GradientSummer:
             totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
             rows = [[total] * len(placement.devices) for total in totals]
         self._buffers.store(slots, rows, had_examples)
+
+
+def _tells(grad: Tensor) -> bool:
+    """Say whether a gradient has numbers that replicas could differ in: zeros and NaN are the same on all."""
+    return bool((grad.detach().nan_to_num(0.0) != 0).any())
 
 
 def _at(indices: Sequence[int], values: Sequence[_Value]) -> Sequence[_Value]:

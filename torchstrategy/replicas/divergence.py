@@ -239,10 +239,12 @@ class LoneUpdates:
 
     Args:
         parameters: returns the process's parameters.
+        was_reached: says whether a backward pass of the run has reached one. Others may change: averages of them.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]], was_reached: Callable[[Tensor], bool]) -> None:
         self._parameters = parameters
+        self._was_reached = was_reached
         self._is_due = True
         self._num_looks = 0
         self._before: list[tuple[Tensor, int]] = []
@@ -270,7 +272,13 @@ class LoneUpdates:
         if not self._is_due or has_failed or not before:
             return
         now = fingerprints([parameter for parameter, _ in before])
-        changed = [tuple(p.shape) for (p, was), number in zip(before, now, strict=True) if was != number]
+        asked = set[int]().union(*[c._differentiated for c in contexts])
+        by_copies = bool(asked - {id(p) for p in self._parameters()})  # as by torch.func, of whatever parameters
+        changed = [
+            tuple(p.shape)
+            for (p, was), number in zip(before, now, strict=True)
+            if was != number and (by_copies or id(p) in asked or self._was_reached(p))
+        ]
         if changed:
             warn_once(
                 f"A run has computed gradients and changed a parameter (shape {changed[0]}), but has met no other "

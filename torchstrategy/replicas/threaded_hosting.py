@@ -100,7 +100,9 @@ class ThreadedHosting(Hosting):
                 functools.partial(self._call, local_id, frame, carry, fn, args, kwargs)
                 for local_id, (frame, (args, kwargs)) in enumerate(zip(frames, calls, strict=True))
             ]
-            return self._run_tasks(tasks)
+            # What replicas get before they begin outlives the mode, which each enters by itself.
+            with torch.inference_mode(False) if carry.inference else contextlib.nullcontext():  # noqa: FBT003
+                return self._run_tasks(tasks)
 
     @override
     def meet(self, local_id: int, request: MergeRequest) -> Any:

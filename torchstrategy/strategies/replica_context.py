@@ -90,6 +90,8 @@ class ReplicaContext:
         self._has_all_reduced = False
         #: Whether the replica has computed gradients; and whether it has met others, as every collective makes it.
         self._has_computed = self._has_met = False
+        #: By their ids, for what `torch.autograd.grad` was asked for gradients.
+        self._differentiated: set[int] = set()
 
     def __repr__(self) -> str:
         where = f"{self._replica_id} of {self.num_replicas_in_sync} on {self.devices[0]}"

@@ -129,7 +129,7 @@ class Strategy:
         self.gradients = self._make_gradients(communication_options or CommunicationOptions(), check_every, sharded)
         self._lone_updates: LoneUpdates | None = None
         if workers is not None:
-            self._lone_updates = LoneUpdates(self.gradients.local_parameters)
+            self._lone_updates = LoneUpdates(self.gradients.local_parameters, self.gradients.ledger.was_reached)
         if placement.num_replicas > 1:
             for serve in (install, serve_layers_of_torch, serve_lone_values):
                 serve(self)
@@ -712,7 +712,8 @@ class Strategy:
         if not self.record.has_new:
             return
         new = self.record.peek_new()
-        self.hosting.adopt_new()
+        with torch.inference_mode(False):  # noqa: FBT003 - copies outlive the mode
+            self.hosting.adopt_new()
         self.gradients.refresh()
         if self.num_replicas_in_sync > 1:
             self._buffers.note_new(new)
