@@ -1,3 +1,5 @@
+import contextlib
+import copy
 import re
 import traceback
 
@@ -160,6 +162,44 @@ def test_a_module_from_outside_that_each_replica_updates_is_warned_of():
     trainer.average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     with pytest.warns(UserWarning, match=r"^`trainer.average.n_averaged` grew by 2 in one run"):
         strategy.run(lambda: trainer.average.update_parameters(trainer.average.module))
+
+
+def updates(strategy, way):
+    """Train with a target network, a copy of the model that is made outside the scope, and return its last weight."""
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.nn.init.ones_(model.weight)
+    with strategy.scope() if way == "in the scope" else contextlib.nullcontext():
+        target = copy.deepcopy(model)
+
+    def update():
+        if way == "copied":
+            target.load_state_dict(model.state_dict())
+        elif way != "by one" or ts.get_replica_context().replica_id_in_sync_group == 0:
+            with torch.no_grad():
+                target.weight.mul_(0.5).add_(model.weight, alpha=0.5)
+
+    def step(x):
+        optimizer.zero_grad()
+        ts.nn.compute_average_loss(model(x).square().sum(1), global_batch_size="actual").backward()
+        optimizer.step()
+        update()
+
+    for x in strategy.experimental_distribute_dataset(torch.ones(8, 1), batch_size=4):
+        strategy.run(step, args=(x,))
+    return target.weight.item()
+
+
+def test_weights_from_outside_that_each_replica_updates_are_warned_of():
+    with pytest.warns(UserWarning, match=r"^`target.weight` was changed by each of 2 replicas.*in the scope") as caught:
+        updates(ts.MirroredStrategy(cpu_devices(2)), "outside")
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("way", ["in the scope", "by one", "copied"])
+def test_weights_that_are_updated_once_are_not_warned_of(way):
+    assert updates(ts.MirroredStrategy(cpu_devices(2)), way) == pytest.approx(updates(ts.get_strategy(), way))
 
 
 def test_a_count_of_the_scopes_modules_in_one_from_outside_is_not_warned_of():

@@ -10,8 +10,8 @@ import gc
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from types import CodeType, FunctionType, MethodType, ModuleType, TracebackType
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +29,10 @@ from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
-from torchstrategy.replicas.fingerprints import is_of_library
+from torchstrategy.replicas.edits import OutsideWeights, found_by
 from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.mirrored import mirror_of
-from torchstrategy.replicas.record import owner, recorded_classes, start_recording, stop_recording
+from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
@@ -53,30 +53,37 @@ _NUM_LOOKED_AT = 3
 
 
 @contextmanager
-def counting(looked_at: Counter[CodeType], fn: Any, count: int) -> Iterator[None]:
-    """Warn of a number of the program that a replica function counts up once for each replica instead of each run.
+def counting(
+    looked_at: Counter[CodeType], fn: Any, count: int, parameters: Callable[[], Sequence[Tensor]]
+) -> Iterator[Any]:
+    """Warn of what a replica function counts up, or of weights that it updates, once for each replica, not each run.
 
     Python's variables, and attributes of plain objects, belong to the process, so what is computed from them is not
     what one replica would compute. A function's first runs are looked at, also those that fail.
 
     Args:
         looked_at: how many runs of which function's code were.
-        fn: the function.
+        fn: the function; what is yielded is to be called in its place.
         count: the number of replicas of this process.
+        parameters: returns those of its first replica.
     """
+    given = fn
     while isinstance(fn, functools.partial) or (isinstance(fn, FunctionType) and "__wrapped__" in fn.__dict__):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__dict__["__wrapped__"]
     code = fn.__code__ if isinstance(fn, (FunctionType, MethodType)) else None  # a method has its function's
     if code is None or looked_at[code] >= _NUM_LOOKED_AT:
-        yield
+        yield given
         return
     looked_at[code] += 1
-    before = _numbers_of(fn, code)
+    before, weights = _numbers_of(fn), OutsideWeights(fn, count)
     try:
-        yield
+        yield weights.noting_ends(given)
     finally:
-        after = _numbers_of(fn, code) if before else {}
-        for name in [name for name, value in before.items() if after.get(name) == value + count]:
+        after = _numbers_of(fn) if before else {}
+        counted = [name for name, value in before.items() if after.get(name) == value + count]
+        if not counted:
+            weights.warn(parameters)
+        for name in counted:
             warn_once(
                 f"`{name}` grew by {count} in one run, by 1 for each replica of this process. Python's numbers, and "
                 "tensors and objects that were not made in the scope, belong to the process, so what the replica "
@@ -88,18 +95,9 @@ def counting(looked_at: Counter[CodeType], fn: Any, count: int) -> Iterator[None
             )
 
 
-def _numbers_of(fn: Any, code: Any) -> dict[str, int]:
+def _numbers_of(fn: Any) -> dict[str, int]:
     """Return the whole numbers that a function may count up: outer variables, and members of objects and dicts."""
-    found: dict[str, Any] = {"self": fn.__self__} if isinstance(fn, MethodType) else {}
-    found |= {name: value for name in code.co_names if (value := fn.__globals__.get(name)) is not None}
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is empty
-            found[name] = cell.cell_contents
-    for name, value in found.copy().items():
-        if type(value) is dict:
-            found |= {f"{name}[{key!r}]": member for key, member in dict(value).items()}
-        elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
-            found |= {f"{name}.{key}": member for key, member in dict(getattr(value, "__dict__", {})).items()}
+    found = found_by(fn)
     for name, value in found.copy().items():
         if isinstance(value, nn.Module):
             found |= dict(_counters_of(value, name))
@@ -117,11 +115,6 @@ def _counters_of(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 def _is_count(value: Any) -> bool:
     """Say whether a value is a plain tensor of one whole number, which no replica has a copy of."""
     return type(value) is Tensor and value.numel() == 1 and value.is_cpu and value.dtype in (torch.int64, torch.int32)
-
-
-def _is_of_another(value: Any) -> bool:
-    """Say whether an object is a library's, or stands for one of each replica."""
-    return mirror_of(value) is not None or is_of_library(value)
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:

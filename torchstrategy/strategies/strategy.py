@@ -606,8 +606,9 @@ class Strategy:
             calls.append(inputs_of(self, local_id, (args, kwargs)))
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
         count = len(contexts)
-        with counting(self._looked_at, fn, count) if count > 1 else nullcontext():
-            results = self._call_hosting(fn, contexts, calls)
+        own = self.gradients.local_parameters
+        with counting(self._looked_at, fn, count, own) if count > 1 else nullcontext(fn) as called:
+            results = self._call_hosting(called, contexts, calls)
         return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
     def _call_hosting(
