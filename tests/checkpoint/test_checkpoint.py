@@ -530,6 +530,29 @@ def test_parameters_in_another_order(prefix, num_replicas):
         ts.train.Checkpoint(model=model, optimizer=usual).restore(path)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_momentum_of_sparse_gradients(prefix, num_replicas):
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        table = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.5)
+
+    def step():
+        optimizer.zero_grad()
+        table(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+
+    def trained():
+        strategy.run(step)
+        return table.weight.detach().clone()
+
+    trained()
+    path = ts.train.Checkpoint(table=table, optimizer=optimizer).save(prefix)
+    expected = trained()
+    ts.train.Checkpoint(table=table, optimizer=optimizer).restore(path).assert_consumed()
+    torch.testing.assert_close(trained(), expected)
+
+
 def test_an_error_of_an_objects_own_says_which_one(prefix):
     class Stubborn(dict):
         state_dict = dict

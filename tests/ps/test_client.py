@@ -166,6 +166,16 @@ def test_pushes(make_client):
     assert client.push(3, {}) == {}
 
 
+def test_sparse_state_is_cut_as_dense_state_is(make_client):
+    client = make_client(2)
+    (spec,) = place([(5, 2)])
+    create(client, [spec])
+    define_sgd(client, 0, [spec])
+    momentum = torch.arange(10.0).reshape(5, 2)
+    client.load_optimizer_state(0, spec, {"momentum_buffer": momentum.to_sparse(1)})
+    torch.testing.assert_close(client.optimizer_state(0, spec)["momentum_buffer"], momentum)
+
+
 def test_pushes_copy_what_is_not_contiguous(make_client):
     specs = place([(4, 6)], num_shards=2)
     client = make_client(2)

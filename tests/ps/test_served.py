@@ -316,6 +316,18 @@ def test_an_optimizers_state(strategy):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+def test_a_state_from_before_a_step_begins_anew(strategy):
+    with strategy.scope():
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"]
+    optimizer.load_state_dict(before)
+    assert optimizer.state_dict() == before
+
+
 def test_a_parameter_of_no_module(strategy):
     with strategy.scope():
         weight = nn.Parameter(torch.zeros(2))

@@ -88,7 +88,8 @@ def is_dense(tensor: Tensor) -> bool:
 def _align(parameter: Tensor, state: dict[str, Any]) -> None:
     strides, shape = parameter.stride(), parameter.shape
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == shape and value.stride() != strides:
+        is_strided = isinstance(value, Tensor) and value.layout is torch.strided  # SGD's momentum of sparse ones is not
+        if is_strided and value.shape == shape and value.stride() != strides:
             state[name] = in_format_of(value, parameter)
 
 

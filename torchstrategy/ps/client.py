@@ -262,6 +262,8 @@ class ParameterClient:
             TypeError: a value is no tensor, number, text, bool or ``None``.
         """
         requests = Requests()
+        # Such as SGD's momentum of sparse gradients, which servers have dense.
+        state = {name: v.to_dense() if isinstance(v, Tensor) and v.is_sparse else v for name, v in state.items()}
         cut = [cut_state(spec, state, index) for index in range(len(spec.parts))]
         packed: dict[int, list[dict[str, Any]]] = {}
         for index, part in enumerate(spec.parts):

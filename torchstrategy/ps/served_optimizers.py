@@ -314,8 +314,10 @@ class OptimizerLink:
         )
 
     def _send_state(self) -> None:
-        for parameter, state in self.optimizer.state.items():
-            self._bindings.client.load_optimizer_state(self.id, self._binding(parameter).spec, dict(state))
+        """Replace the state on the servers; that of a parameter which has none here begins anew."""
+        for parameter in optimizer_parameters(self.optimizer):
+            state = dict(self.optimizer.state.get(parameter, {}))
+            self._bindings.client.load_optimizer_state(self.id, self._binding(parameter).spec, state)
         self.optimizer.state.clear()
 
     def _binding(self, parameter: Tensor) -> Binding:
