@@ -442,6 +442,33 @@ def test_what_the_program_writes_to_parameters_is_assigned(start):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_written_where_torch_does_not_count_it_is_assigned(start, num_replicas):
+    """To what ``data`` gives, in its place, and by a batch norm outside ``run``."""
+    strategy = start("chief", num_replicas=num_replicas)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        v = ts.Variable([1.0, 2.0])
+        optimizer = torch.optim.SGD([*model.parameters(), v], lr=0.0)
+
+    def step():
+        optimizer.zero_grad()
+        (model.eval()(X) * v).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    model[0].weight.data.fill_(2.0)
+    model[0].bias.data = torch.full((2,), 3.0)
+    v.data.fill_(4.0)
+    model.train()(X)
+    means = model[1].running_mean.clone()
+    strategy.run(step)
+    assert [set(value.flatten().tolist()) for value in (*model[0].parameters(), v)] == [{2.0}, {3.0}, {4.0}]
+    assert torch.equal(model[1].running_mean, means)
+    assert means.abs().min() > 0.1
+    assert repr(model[0].bias) == repr(torch.nn.Parameter(torch.full((2,), 3.0)))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
 def test_moving_averages_are_those_of_all_processes(start, num_replicas):
     def batches(strategy):
         with strategy.scope():

@@ -36,6 +36,9 @@ class PulledParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def __repr__(self, **_: Any) -> str:
+        return repr(self._plain())
+
     def _plain(self) -> nn.Parameter:
         return nn.Parameter(self.detach().clone(), self.requires_grad)
 

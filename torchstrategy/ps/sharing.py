@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchstrategy.ps.behind import PulledParameter
 from torchstrategy.ps.bindings import Binding, Bindings, Kind
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.optimizer_updates import plain_ones
@@ -139,9 +140,12 @@ class SharedValues:
             return
         self._refresh(own)
         for place in own:
+            place.accept()
             place.spread()
 
     def _refresh(self, places: Sequence[_Place]) -> None:
+        for place in places:
+            place.note_unseen()
         self.bindings.mark_stale()
         with torch._C.DisableTorchFunctionSubclass():
             self.bindings.refresh([place.binding for place in places])
@@ -219,8 +223,9 @@ class _Place:
         self._dicts = list(dicts)
         self._key = key
         self._owner = weakref.ref(owner)
-        #: A buffer's value when the servers were last told of it.
+        #: The value when the servers were last told of it, of what can be changed so that no version tells of it.
         self._known: Tensor | None = None
+        self._let_writes_count()
 
     @property
     def first(self) -> Tensor | None:
@@ -236,18 +241,26 @@ class _Place:
         spec = self.binding.spec
         check_value(spec.name, spec.shape, spec.dtype, first)
         self.binding.local = first
+        self._let_writes_count()
         self.binding.note_write()
 
     def accept(self) -> None:
         """Take the present value as one that the servers know."""
         self.binding.note()
-        if self.binding.kind is Kind.BUFFER and self.binding.local is not None:
-            self._known = self.binding.local.detach().clone()
+        local = self.binding.local
+        if self.binding.kind is Kind.BUFFER or isinstance(local, Variable):
+            with torch._C.DisableTorchFunctionSubclass():
+                self._known = None if local is None else local.detach().clone()
+
+    def note_unseen(self) -> None:
+        """Take as changed what no version tells of: a batch norm was called outside ``run``, or ``data`` written to."""
+        if self._is_changed():
+            self.binding.note_write()
 
     def buffer_change(self) -> tuple[str, Tensor] | None:
         """Return how to tell the servers what was written to a buffer, if anything was."""
         now, known = self.binding.local, self._known
-        if now is None or known is None or torch.equal(now, known):
+        if self.binding.kind is not Kind.BUFFER or now is None or known is None or not self._is_changed():
             return None
         if now.dtype is torch.bool:
             return "assign", now.detach().cpu()
@@ -255,6 +268,20 @@ class _Place:
         if not bool(torch.isfinite(change).all()):  # there is nothing to add to an infinite value that makes it another
             return "assign", now.detach().cpu()
         return "assign_add", change.cpu()
+
+    def _let_writes_count(self) -> None:
+        """Let writes to a parameter's ``data`` count as changes of it; its copies are of one class."""
+        for own in self._dicts:
+            if type(own[self._key]) is nn.Parameter:
+                own[self._key].__class__ = PulledParameter
+
+    def _is_changed(self) -> bool:
+        now, known = self.binding.local, self._known
+        if now is None or known is None:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            same_numbers = now.is_floating_point() and torch.allclose(now, known, rtol=0, atol=0, equal_nan=True)
+            return not same_numbers and not torch.equal(now, known)
 
     def spread(self) -> None:
         """Give the other replicas the first one's value."""
