@@ -601,6 +601,16 @@ def test_a_module_without_shapes_is_refused_each_time(start):
             strategy.run(lambda: model(X))
 
 
+def test_parameters_that_share_memory_are_refused_each_time(start):
+    strategy = start("chief")
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model[1].weight = torch.nn.Parameter(model[0].weight.data)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' share memory"):
+            strategy.run(lambda: model(torch.ones(1, 2)))
+
+
 def test_an_optimizer_made_outside_the_scope_is_taken_up(start):
     program = Program(start("chief"))
     program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)

@@ -338,6 +338,30 @@ def test_a_parameter_of_no_module(strategy):
     assert values(strategy)[0].tolist() == [-1.0, -1.0]
 
 
+def test_parameters_that_share_memory_are_refused(strategy):
+    """Writing to one of them changes the other one, which two variables would not do."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Linear(2, 2)
+            self.decoder = nn.Linear(2, 2)
+            self.decoder.weight = nn.Parameter(self.encoder.weight.data)
+
+    scope = strategy.scope()
+    with pytest.raises(ValueError, match=r"'encoder\.weight' and 'decoder\.weight' share memory"), scope:
+        model = Tied()
+    with pytest.raises(ValueError, match="share memory"):
+        strategy._prepare_closures()
+    model.decoder.weight = model.encoder.weight
+    strategy._prepare_closures()
+    assert model.decoder.weight is model.encoder.weight
+    assert len(strategy.client.values) == 3
+    with strategy.scope():
+        halves = torch.ones(4)
+        nn.ParameterList([nn.Parameter(halves[:2]), nn.Parameter(halves[2:])])
+
+
 def test_a_module_made_in_parts(strategy):
     with strategy.scope():
         net = nn.Sequential(nn.Linear(3, 4))

@@ -7,6 +7,8 @@ autograd; a refresh gives it the memory of what was pulled, so that modules and 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torchstrategy.ps.client import ParameterClient
     from torchstrategy.ps.layout import VariableSpec
 
-__all__ = ["Binding", "Bindings", "Kind", "RefreshWhenCalled", "can_require_grad", "version_of"]
+__all__ = ["Binding", "Bindings", "Kind", "RefreshWhenCalled", "can_require_grad", "refuse_shared_memory", "version_of"]
 
 
 class Kind(str, Enum):
@@ -317,6 +319,31 @@ def _not_written(binding: Binding) -> str:
         f"A function on a worker changed the {what} {binding.spec.name!r} in place, but only this worker's copy of it. "
         f"{remedy}, or change the {what} in the coordinator's program."
     )
+
+
+def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that parameters which are to become variables of their own have memory of their own.
+
+    Raises:
+        ValueError: a write to one of them would change another one.
+    """
+    places: dict[int, dict[int, tuple[int, int, str]]] = {}
+    for name, tensor in named:
+        if type(tensor) is nn.Parameter and tensor.is_contiguous() and tensor.numel():
+            start = tensor.data_ptr()
+            of_storage = places.setdefault(tensor.untyped_storage().data_ptr(), {})
+            known = of_storage.get(id(tensor), (0, 0, ""))[2]
+            of_storage[id(tensor)] = (start, start + tensor.nbytes, max(known, name, key=len))
+    for of_storage in places.values():
+        ordered = sorted(of_storage.values(), key=operator.itemgetter(0))
+        for (_, stop, first), (start, _, second) in itertools.pairwise(ordered):
+            if start < stop:
+                raise ValueError(
+                    f"The parameters {first!r} and {second!r} share memory, but on parameter servers each of them "
+                    "would be a variable of its own, and no longer change with the other. To tie them, let the modules "
+                    "have one parameter, as by `second.weight = first.weight`; else give one a copy: "
+                    "`nn.Parameter(weight.detach().clone())`."
+                )
 
 
 def version_of(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.base.log import warn_once
-from torchstrategy.ps.bindings import Binding, Kind, RefreshWhenCalled
+from torchstrategy.ps.bindings import Binding, Kind, RefreshWhenCalled, refuse_shared_memory
 from torchstrategy.ps.served import NO_HOOKS, Served
 from torchstrategy.ps.served_optimizers import OptimizerLink
 from torchstrategy.ps.served_variables import make_served, serve, served_class
@@ -75,6 +75,7 @@ class ServedHosting(DirectHosting):
         new = self._record.take_new()
         waiting = [obj for obj in new if _is_lazy(obj)]
         try:
+            refuse_shared_memory(named for obj in new if isinstance(obj, nn.Module) for named in _named_tensors(obj))
             self._find_roots()
             for root in {id(root): root for root in (reference() for reference, _ in self._roots.values())}.values():
                 if root is not None and not _is_lazy(root) and not self._was_refused(root):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchstrategy.ps.behind import PulledParameter
-from torchstrategy.ps.bindings import Binding, Bindings, Kind
+from torchstrategy.ps.bindings import Binding, Bindings, Kind, refuse_shared_memory
 from torchstrategy.ps.layout import Placer
 from torchstrategy.ps.optimizer_updates import plain_ones
 from torchstrategy.ps.served import Served
@@ -76,7 +76,9 @@ class SharedValues:
     def adopt(self, objects: Iterable[Any]) -> None:
         """Take up new modules and trainable variables, with all their copies, and then the optimizers of these."""
         objects = list(objects)
-        for root in _roots(objects):
+        roots = _roots(objects)
+        refuse_shared_memory(named for root in roots for named in bodies(root)[0].named_parameters())
+        for root in roots:
             self._adopt_module(root)
         for obj in objects:
             if isinstance(obj, DistributedVariable) and obj.trainable:
