@@ -443,6 +443,49 @@ def test_generator_on_a_module(strategy):
     torch.testing.assert_close(on_replicas(strategy, draw), first)
 
 
+# Parameters that stand in another place between two runs.
+
+
+def exchanged(first, second):
+    first.weight, second.weight = second.weight, first.weight
+    first.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def tied(first, second):
+    first.weight = second.weight
+
+
+def weights_after(num_replicas, move, when):
+    """Train with sums of two batches each."""
+    strategy = ts.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64), nn.Tanh(), nn.Linear(2, 2, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x, number):
+        ts.nn.compute_average_loss((model(x) - 1).square().sum(1), global_batch_size=4).backward()
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    data = torch.arange(8.0, dtype=torch.float64).reshape(4, 2) / 8
+    for number in range(6):
+        if number == when:
+            move(model[0], model[2])
+        for batch in strategy.experimental_distribute_dataset(data, batch_size=4):
+            strategy.run(step, args=(batch, number))
+    return torch.stack([model[0].weight.detach(), model[2].weight.detach()])
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize("move", [exchanged, tied])
+def test_parameters_that_change_places_between_runs(move, when):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor has a gradient been changed
+        torch.testing.assert_close(weights_after(2, move, when), weights_after(1, move, when), rtol=0, atol=1e-12)
+
+
 # Modules and optimizers of which only an attribute knows, such as a teacher that hides in a list.
 
 

@@ -179,6 +179,26 @@ def test_hooks_of_an_optimizer_run_once_for_each_update():
     assert calls == [True]
 
 
+def test_a_step_that_the_program_took_in_the_scope():
+    def weights(strategy):
+        with strategy.scope():
+            torch.manual_seed(0)
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            take_step = optimizer.step
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            take_step()
+
+        for _ in range(3):
+            strategy.run(step)
+        return model.weight.detach().clone()
+
+    assert torch.equal(weights(central(2)), weights(ts.MirroredStrategy(cpu_devices(2))))
+
+
 def test_steps_outside_run_are_refused_as_by_mirrored():
     strategy = central(2)
     model, optimizer = linear(strategy)

@@ -91,6 +91,29 @@ def test_writing_between_runs(xla_process):
     check_same(xla_process, written)
 
 
+def by_methods(strategy):
+    """Methods that the program took in the scope, before the strategy knew of anything but the objects."""
+    trained = Trained(strategy)
+    with strategy.scope():
+        optimizer = torch.optim.Adam(trained.model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        step, clear, schedule, forward = optimizer.step, optimizer.zero_grad, scheduler.step, trained.model.forward
+
+    def train(x, y):
+        clear()
+        (F.cross_entropy(forward(x), y, reduction="sum") / 16).backward()
+        step()
+        schedule()
+
+    for batch in strategy.experimental_distribute_dataset(batches(mlp, [16, 11, 16])):
+        strategy.run(train, args=batch)
+    return trained.model[0].weight, optimizer.param_groups[0]["lr"]
+
+
+def test_methods_taken_in_the_scope(xla_process):
+    check_same(xla_process, by_methods)
+
+
 def gradients_outside(strategy):
     trained = Trained(strategy)
     trained.run(0, is_last=False)

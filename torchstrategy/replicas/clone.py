@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from torchstrategy.replicas.fingerprints import is_plain
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.mirrored import Mirror, mirror_of, push_attributes
 from torchstrategy.replicas.module_tensors import (
+    Noted,
     Slot,
     Stamp,
     attribute_slots,
@@ -221,13 +222,16 @@ class ReplicaSet:
         mirrors = self._mirrors()
         for mirror in mirrors:
             mirror.push_hooks()
-        for mirror in mirrors:
-            if mirror.is_module:
-                tensors = tensors_of(mirror)
-                for slot, before, now in tensors.changes():
-                    self._copy_slot(mirror, slot, before, now)
-                tensors.accept_changes()
-                tensors.push_belongings(self.values_for)
+        modules = [(mirror, tensors_of(mirror)) for mirror in mirrors if mirror.is_module]
+        changed = [(mirror, changes) for mirror, tensors in modules if (changes := tensors.changes())]
+        has_moved = any(before[0] != now[0] for _, changes in changed for _, before, now in changes)
+        noted = {key: had for _, tensors in modules for key, had in tensors.noted()} if has_moved else {}
+        for mirror, changes in changed:
+            for slot, before, now in changes:
+                self._copy_slot(mirror, slot, before, now, noted)
+        for _, tensors in modules:
+            tensors.accept_changes()
+            tensors.push_belongings(self.values_for, noted)
         push_attributes(mirrors)
         for mirror in mirrors:  # when none compares any more: several may hold a container
             mirror.hide_facades()
@@ -346,7 +350,7 @@ class ReplicaSet:
                     target["params"] = [self.counterpart(i, parameter) for parameter in source["params"]]
                 _copy_hyper_parameters(source, target)
 
-    def _copy_slot(self, mirror: Mirror, slot: Slot, before: Stamp, now: Stamp) -> None:
+    def _copy_slot(self, mirror: Mirror, slot: Slot, before: Stamp, now: Stamp, noted: Mapping[int, Noted]) -> None:
         dicts, name = slot
         first = dicts[0].get(name)
         if before[:4] != now[:4] and not isinstance(first, Variable):  # which keeps its copies in step itself
@@ -357,6 +361,8 @@ class ReplicaSet:
                 mirror.know(tuple(own[name] for own in dicts))
         if before[4:] == now[4:] or first is None:
             return
+        if before[0] != now[0] and now[0] in noted and noted[now[0]].gradient == now[4:]:
+            return  # another module's parameter, with the gradient that its replicas have
         _check_gradient(name, first)
         for own in dicts[1:]:
             if before[4] == now[4] and own[name].grad is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -17,6 +17,7 @@ from torchstrategy.replicas.variables import Variable
 
 __all__ = [
     "ModuleTensors",
+    "Noted",
     "Slot",
     "Stamp",
     "attribute_slots",
@@ -32,6 +33,13 @@ _TORCHS_OWN = vars(nn.Module()).keys()
 #: ``_parameters`` or ``_buffers`` of one module on every replica, or another dict, and a name in it.
 Slot = tuple[tuple[dict[str, Any], ...], str]
 Stamp = tuple[int, int, int, bool, int, int]
+
+
+class Noted(NamedTuple):
+    """What a tensor had when it was last noted: what tells of its gradient, hooks and attributes."""
+
+    gradient: tuple[int, ...]
+    belongings: Belongings | None
 
 
 class ModuleTensors:
@@ -81,19 +89,32 @@ class ModuleTensors:
             if changed[k] or (any_buffer and k >= self._num_parameters)
         ]
 
+    def noted(self) -> Iterator[tuple[int, Noted]]:
+        """Yield for each tensor that replica 0 had its id, and what it had: a module may get another one's."""
+        for (_, name), stamp in zip(self.slots, self._stamps, strict=True):
+            yield stamp[0], Noted(stamp[4:], self._belongings.get(name))
+
     def accept_changes(self) -> None:
         """Take what ``changes`` returned as known."""
         self._grads = []
         if self._changed:
             self._stamps = [_stamp(slot) for slot in self.slots]
 
-    def push_belongings(self, values_for: Callable[[Any], Sequence[Any]]) -> None:
-        """Let the other replicas' parameters follow the hooks and attributes of replica 0's."""
+    def push_belongings(self, values_for: Callable[[Any], Sequence[Any]], noted: Mapping[int, Noted]) -> None:
+        """Let the other replicas' parameters follow the hooks and attributes of replica 0's.
+
+        Args:
+            values_for: returns what a value is on each replica.
+            noted: what all tensors had, by their ids, if some stand in another place now.
+        """
         for dicts, name in self._parameters() if self._belongings else ():
-            now = belongings_of(dicts[0][name])
-            if self._belongings[name] != now:
-                push_belongings([own[name] for own in dicts], self._belongings[name], now, values_for)
-                self._belongings[name] = now
+            now, before = belongings_of(dicts[0][name]), self._belongings[name]
+            if noted:
+                had = noted.get(id(dicts[0][name]))
+                before = now if had is None or had.belongings is None else had.belongings
+            if before != now:
+                push_belongings([own[name] for own in dicts], before, now, values_for)
+            self._belongings[name] = now
 
     def _parameters(self) -> list[Slot]:
         if not self._num_parameters:

@@ -30,7 +30,7 @@ from torchstrategy.collectives.process_group import join
 from torchstrategy.gradients.summer import GradientSum, GradientSummer
 from torchstrategy.replicas.copies import bind_step
 from torchstrategy.replicas.host_memory import HostMemory
-from torchstrategy.replicas.mirrored import bodies, mirror_of, resolve
+from torchstrategy.replicas.mirrored import bodies, resolve
 from torchstrategy.replicas.on_read import AggregatingVariable, make_variable
 from torchstrategy.replicas.record import optimizer_parameters, owner
 from torchstrategy.replicas.runner import MergeRequest
@@ -157,19 +157,14 @@ class HostUpdater:
         return context.all_reduce(ReduceOp.SUM, torch.as_tensor(loss).detach())
 
 
-def step_on_host(optimizer: Any) -> None:
+def step_on_host(obj: Any) -> None:
     """Let an optimizer that a strategy has taken up (the user's object) step on the host.
 
     Its class is changed, not its ``step``: schedulers wrap the class's.
     """
-    cls: type[Any] = type(resolve(optimizer))
-    if issubclass(cls, HostedOptimizer):
-        return
-    optimizer.__class__ = _hosted_class(cls)  # type: ignore[arg-type]
-    if mirror_of(optimizer) is None:
-        bind_step(optimizer, optimizer)
-    for body in bodies(optimizer)[1:]:
-        body.state.clear()  # the host has it
+    if isinstance(obj, Optimizer) and not isinstance(obj, HostedOptimizer):
+        obj.__class__ = _hosted_class(type(obj))
+        bind_step(obj, obj)
 
 
 class HostedOptimizer:
@@ -307,6 +302,7 @@ class CentralStorageStrategy(Strategy):
         if not is_alone or own[0] != self.parameter_device:
             self._memory = self.hosting.run_hooks = HostMemory(self, self.parameter_device, check_every)
             self.host_updater = HostUpdater(self.gradients.summer, self._memory, self.num_replicas_in_sync)
+            self.record.prepare = step_on_host
         where = "" if workers is None else f" in each of {workers.size} processes ({workers.communication})"
         logger.info(
             "Using CentralStorageStrategy with compute_devices = %s%s, variable_device = %s",
@@ -335,7 +331,8 @@ class CentralStorageStrategy(Strategy):
             return
         for obj in self.record:
             if isinstance(obj, Optimizer):
-                step_on_host(obj)
+                for body in bodies(obj)[1:]:
+                    body.state.clear()  # the host has it
         self._memory.take_up(self.hosting.slots())
 
 

@@ -76,6 +76,7 @@ class ProcessHosting(DirectHosting):
         self._runtime = runtime
         self._replica_id = placement.local_replica_ids[0]
         self._region: Region | None = None
+        record.prepare = prepare_step
 
     @override
     def run(self, frames: Sequence[Frame], fn: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -99,12 +100,9 @@ class ProcessHosting(DirectHosting):
 
     @override
     def adopt_new(self) -> None:
-        new = self._record.peek_new()
-        for obj in new:
+        for obj in self._record.peek_new():
             send_to_device(obj, self._runtime.device)
         super().adopt_new()
-        for obj in new:
-            prepare_step(obj)
 
 
 def _inside(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:

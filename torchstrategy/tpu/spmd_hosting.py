@@ -75,6 +75,7 @@ class SpmdHosting(DirectHosting):
         self._entered: dict[int, _Entered] = {}
         self._is_new = True
         self.comparisons = Comparisons()
+        record.prepare = prepare_step
 
     @property
     def num_groups(self) -> int:
@@ -263,8 +264,6 @@ class SpmdHosting(DirectHosting):
             if not isinstance(obj, Tensor):
                 self._set_outside_methods(obj)
                 self.metrics.adopt(obj)
-        for obj in self._record:
-            prepare_step(obj)
 
     @override
     def leave_scope(self) -> None:
