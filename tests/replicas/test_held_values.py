@@ -254,3 +254,52 @@ def test_gradients_that_are_set_to_zero_outside_stay_sums(strategy):
     model.zero_grad(set_to_none=False)
     strategy.run(step)
     assert on_replicas(strategy, lambda: model.weight.grad is not None) == (True, True)
+
+
+# Writes past torch's version counter, outside run, to tensors that replica functions write to as well.
+
+
+class Written(nn.Module):
+    """What its buffers and attributes hold is each replica's own, or made anew, in each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.register_buffer("alike", torch.zeros(2))
+        self.attribute, self.held = torch.zeros(2), {"list": [torch.zeros(2)]}
+
+    def forward(self, x):
+        self.total += x.sum()
+        self.attribute = self.attribute + 1
+        self.held["list"][0] = self.held["list"][0] + x.sum()
+        return self.total.clone(), self.alike.clone(), self.attribute.clone(), self.held["list"][0].clone()
+
+
+WRITTEN = {
+    "a buffer": (0, lambda model: model.total),
+    "a buffer beside it": (1, lambda model: model.alike),
+    "an attribute": (2, lambda model: model.attribute),
+    "in an attribute": (3, lambda model: model.held["list"][0]),
+}
+UNSEEN_WRITES = {
+    "in place": lambda tensor: tensor.data.fill_(7.0),
+    "to a view": lambda tensor: tensor.data.view(-1).fill_(7.0),
+    "other memory": lambda tensor: setattr(tensor, "data", torch.full((2,), 7.0)),
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN_WRITES)
+@pytest.mark.parametrize("what", WRITTEN)
+def test_writes_by_data_reach_what_replicas_write_to(what, write):
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = Written()
+    position, read = WRITTEN[what]
+    (data,) = strategy.experimental_distribute_dataset(torch.tensor([[1.0], [1.0], [2.0], [2.0]]), batch_size=4)
+    for number in range(4):
+        if number in (2, 3):
+            UNSEEN_WRITES[write](read(model))
+        strategy.run(model, args=(data,))
+    seen = strategy.experimental_local_results(strategy.run(model, args=(data,)))
+    steps = {0: [2.0, 4.0], 1: [0.0, 0.0], 2: [1.0, 1.0], 3: [2.0, 4.0]}[position]
+    assert [own[position].tolist() for own in seen] == [[7 + 2 * step] * 2 for step in steps]

@@ -114,6 +114,68 @@ def test_methods_taken_in_the_scope(xla_process):
     check_same(xla_process, by_methods)
 
 
+class Kept(nn.Module):
+    """What it keeps is each replica's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.attribute, self.held = torch.zeros(2), [torch.zeros(2)]
+
+    def forward(self, x):
+        self.total += x.sum()
+        self.attribute = self.attribute + x.sum()
+        self.held[0] = self.held[0] + x.sum()
+        return self.total + 0, self.attribute + 0, self.held[0] + 0
+
+
+def written_unseen(strategy):
+    with strategy.scope():
+        model = Kept()
+    data = torch.arange(20.0).reshape(10, 2)
+    (batch,) = strategy.experimental_distribute_dataset(data, batch_size=10)
+    results = []
+    for write in (
+        lambda tensor: tensor.data.add_(7.0),
+        lambda tensor: tensor.data[:1].fill_(7.0),
+        lambda tensor: setattr(tensor, "data", torch.full((2,), 7.0, device=tensor.device)),
+        lambda tensor: torch._foreach_add_([tensor], 7.0),
+        lambda tensor: tensor.copy_(torch.tensor([1.0, 7.0])),
+        lambda tensor: None,
+    ):
+        strategy.run(model, args=(batch,))
+        for tensor in (model.total, model.attribute, model.held[0]):
+            write(tensor)
+        results.append(strategy.run(model, args=(batch,)))
+    return results
+
+
+def test_writes_that_no_version_tells_of(xla_process):
+    check_same(xla_process, written_unseen)
+
+
+def loaded_and_cleared(strategy):
+    """Uneven shares, gradients that are set to zeros in two ways, and a state that was loaded."""
+    with strategy.scope():
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        (F.cross_entropy(model(x), y, reduction="sum") / 11).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.bias.grad = torch.zeros_like(model.bias)
+
+    for batch in strategy.experimental_distribute_dataset(batches(mlp, [11, 11, 16])):
+        strategy.run(step, args=batch)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return model.state_dict()
+
+
+def test_gradients_cleared_and_states_loaded_where_shares_are_uneven(xla_process):
+    check_same(xla_process, loaded_and_cleared)
+
+
 def gradients_outside(strategy):
     trained = Trained(strategy)
     trained.run(0, is_last=False)

@@ -463,7 +463,7 @@ class GradientLedger:
         """Return what is known of a parameter's gradient, for ``put``."""
         self.hear()
         note, grad = self._known(parameter), parameter.grad
-        if note is None or grad is None:
+        if note is None or grad is None or (note.state is not State.SUMMED and note.gradient() is not grad):
             return None
         copied = Note(note.parameter, note.local_id, note.ledger)
         copied.follow(note, grad)

@@ -101,8 +101,11 @@ class Note:
         """Know what another note says, of a tensor that stands for its gradient and may be the gradient itself."""
         self.set(other.state, gradient, other.passes)
         self.run, self.num_computed = other.run, other.num_computed
-        if gradient is other.gradient():
+        before = other.gradient()
+        if gradient is before:
             self.version, self.fingerprint = other.version, other.fingerprint
+        elif before is not None and before._version != other.version:
+            self.version -= 1  # it was changed since, such as cleared, and so was what stands for it
 
 
 def nothing() -> None:

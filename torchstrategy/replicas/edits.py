@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from torchstrategy.base.log import info_once, warn_once
 from torchstrategy.errors import DivergenceError
+from torchstrategy.replicas.copies import updated_tensor
 from torchstrategy.replicas.divergence import describe_divergence, differences_between_copies
 from torchstrategy.replicas.dtensors import is_dtensor
-from torchstrategy.replicas.fingerprints import is_of_library
+from torchstrategy.replicas.fingerprints import fingerprints, is_of_library
 from torchstrategy.replicas.mirrored import mirror_of
 from torchstrategy.replicas.module_tensors import Slot
 from torchstrategy.replicas.record import owner, recorded_classes
@@ -42,6 +43,8 @@ _PART_NUMBERS = 1 << 15
 _RANGE_NUMBERS = 1 << 18
 #: The list of tensors is made anew after so many runs.
 _NUM_RUNS_OF_LIST = 64
+#: So few parts are listed anew whenever replica functions have put other tensors in the place of some.
+_FEW_PARTS = 8
 #: After so many runs another part than the first is looked at, whatever time it takes.
 _NUM_RUNS_BETWEEN = 8
 #: So many functions are looked at for what they find.
@@ -64,10 +67,12 @@ class _Part(NamedTuple):
 
 
 class _Watched(NamedTuple):
-    """A part that was equal on all replicas when a run ended, and what else tells of writes to replica 0's tensors."""
+    """A part as it was when a run ended, and what else tells of writes to replica 0's tensors."""
 
     part: _Part
-    states: list[tuple[int, int, int]]
+    states: list[tuple[int, int]]
+    #: Where replicas differ, the fingerprints of replica 0's values, in the order of the states.
+    numbers: list[int] | None = None
 
     def columns(self) -> list[list[Tensor]]:
         """Return the tensors of which torch tells nothing new."""
@@ -98,6 +103,8 @@ class OutsideEdits:
         self._num_layouts = num_layouts
         self._listed_at = (0, 0)
         self._has_lost = False
+        #: Whether replica functions put other tensors in the place of some, in a small model.
+        self._loses = False
         self._parts: list[_Part] = []
         self._position = 0
         self._num_runs = 0
@@ -150,12 +157,14 @@ class OutsideEdits:
         self._num_runs += 1
         listed_at = (len(self._written_past), self._num_layouts())
         every = _NUM_RUNS_BETWEEN if self._has_lost else _NUM_RUNS_OF_LIST
-        if self._num_runs % every == 1 or listed_at != self._listed_at:
-            self._listed_at, self._has_lost = listed_at, False
-            self._parts = _parts_of(self._slots(), self._written_past)
-        num_first = sum(part.is_first for part in self._parts)
-        for part in self._parts[:num_first]:
-            self._look_at(part)
+        if self._num_runs % every == 1 or listed_at != self._listed_at or self._loses:
+            self._list(listed_at)
+        num_first = self._look_at_first()
+        if self._has_lost and not self._loses and (len(self._parts) <= _FEW_PARTS or time.perf_counter() < limit):
+            self._loses = len(self._parts) <= _FEW_PARTS
+            self._watched = []
+            self._list(listed_at)
+            num_first = self._look_at_first()
         must_look = self._num_runs % _NUM_RUNS_BETWEEN == 0
         others = self._parts[num_first:]
         for _ in others:
@@ -166,14 +175,31 @@ class OutsideEdits:
             self._look_at(others[self._position])
         self._credit -= time.perf_counter() - start
 
+    def _list(self, listed_at: tuple[int, int]) -> None:
+        self._listed_at, self._has_lost = listed_at, False
+        self._parts = _parts_of(self._slots(), self._written_past)
+
+    def _look_at_first(self) -> int:
+        """Look at the first parts, and return how many they are."""
+        first = [part for part in self._parts if part.is_first]
+        for part in first:
+            self._look_at(part)
+        return len(first)
+
     def _look_at(self, part: _Part) -> None:
         columns = part.columns()
         self._has_lost |= len(columns) < len(part.members)  # another tensor may be in the place of one
         if columns and _are_equal(part, columns):
             self._watch(part, columns)
-        else:
-            for column in columns:
-                self._refuse_divergence(column)
+            return
+        own = [column for column in columns if not _are_equal(part, [column])]
+        for column in own:
+            self._refuse_divergence(column)
+        if own:  # buffers and attributes, each replica's own until the next step
+            states = [_state(column[0]) for column in own]
+            self._watched.append(_Watched(part, states, _numbers(part, own)))
+        if alike := [column for column in columns if not any(column is other for other in own)]:
+            self._watch(part, alike)
 
     def _watch(self, part: _Part, columns: Sequence[Sequence[Tensor]]) -> None:
         self._watched.append(_Watched(part, [_state(column[0]) for column in columns]))
@@ -200,7 +226,7 @@ class OutsideEdits:
         with torch.no_grad():
             for first, *others in found:
                 for other in others:
-                    other.copy_(first)
+                    updated_tensor(other, first, other.device)
 
     def _refuse_divergence(self, tensors: Sequence[Tensor]) -> None:
         name = next((name for dicts, name in self._slots() if dicts[0].get(name) is tensors[0]), "")
@@ -243,13 +269,22 @@ def _parts_of(slots: Sequence[Slot], written_past: Collection[int]) -> list[_Par
 def _changed(entry: _Watched) -> list[list[Tensor]]:
     """Return the tensors that no longer hold the same bits on all replicas."""
     columns = entry.columns()
+    if columns and entry.numbers is not None:
+        known = dict(zip(entry.states, entry.numbers, strict=True))
+        now = zip(columns, _numbers(entry.part, columns), strict=True)
+        return [column for column, number in now if number != known[_state(column[0])]]
     if not columns or _are_equal(entry.part, columns):
         return []
     return [column for column in columns if not _are_equal(entry.part, [column])]
 
 
-def _state(tensor: Tensor) -> tuple[int, int, int]:
-    return id(tensor), tensor._version, tensor.data_ptr()
+def _numbers(part: _Part, columns: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Return the fingerprints of what replica 0 holds of a part."""
+    return fingerprints([_range(part, column[0]).detach() for column in columns])
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor._version
 
 
 def _can_compare(tensor: object) -> bool:
@@ -284,7 +319,7 @@ def _are_equal(part: _Part, columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _range(part: _Part, tensor: Tensor) -> Tensor:
-    return tensor if tensor.numel() <= part.stop - part.start else tensor.detach().view(-1)[part.start : part.stop]
+    return tensor if tensor.numel() <= part.stop - part.start else tensor.detach().reshape(-1)[part.start : part.stop]
 
 
 class OutsideWeights:

@@ -24,7 +24,7 @@ from torchstrategy.replicas.record import optimizer_parameters
 from torchstrategy.replicas.runner import MergeRequest
 from torchstrategy.tpu.protocols import AnyHosting, SpmdReplicaContext
 
-__all__ = ["SpmdGradients", "prepare_step"]
+__all__ = ["SpmdGradients", "prepare_step", "send_state"]
 
 
 class _Part(NamedTuple):
@@ -133,8 +133,28 @@ def prepare_step(obj: Any) -> None:
         cls: Any = type(obj)
         obj.__class__ = _scheduler_class(cls)
     elif isinstance(obj, Optimizer) and not hasattr(obj.step, _OURS):
+        obj.register_load_state_dict_post_hook(send_state)  # torch sends all but "step" to the parameters' device
         # A method of the object, as those that torch's schedulers put there: they wrap one another.
         obj.step = types.MethodType(_one_step(obj.step), obj)  # type: ignore[method-assign]
+
+
+#: What torch's optimizers compute with as with numbers.
+_NUMBERS = ("step", "mu_product")
+
+
+def send_state(optimizer: Optimizer, device: torch.device | None = None) -> None:
+    """Send an optimizer's state to a device, and what it takes for numbers to the host.
+
+    Args:
+        optimizer: the optimizer.
+        device: the device; by default each tensor that is no number stays where it is.
+    """
+    captured = {id(p) for group in optimizer.param_groups if group.get("capturable") for p in group["params"]}
+    for parameter, own in optimizer.state.items():
+        for key, value in own.items() if isinstance(own, dict) else ():
+            if isinstance(value, Tensor):
+                is_number = key in _NUMBERS and id(parameter) not in captured
+                own[key] = value.to("cpu" if is_number else device or value.device)
 
 
 def _one_step(step: Callable[..., Any]) -> Callable[..., Any]:

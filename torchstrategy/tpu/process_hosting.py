@@ -26,7 +26,7 @@ from torchstrategy.replicas.hosting import DirectHosting
 from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.record import Record
 from torchstrategy.replicas.runner import MergeRequest
-from torchstrategy.tpu.optimizer_steps import prepare_step
+from torchstrategy.tpu.optimizer_steps import prepare_step, send_state
 from torchstrategy.tpu.region import Region
 from torchstrategy.tpu.trace import make_region
 from torchstrategy.xla.runtime import TpuRuntime
@@ -129,10 +129,7 @@ def send_to_device(obj: Any, device: torch.device) -> None:
             if is_metric(module):
                 module.to(device)  # its states are plain attributes
     elif isinstance(obj, Optimizer):
-        for own in obj.state.values():
-            for key, value in own.items():
-                if isinstance(value, Tensor) and key != "step":
-                    own[key] = value.to(device)
+        send_state(obj, device)
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:

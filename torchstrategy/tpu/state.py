@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
@@ -61,11 +62,21 @@ class Comparisons:
 
 
 class _Held(NamedTuple):
-    """A tensor of the program's, its version when the run ended, and the replicas' values ``[num_replicas, ...]``."""
+    """A tensor of the program's, what tells of writes to it since the run, and the replicas' values."""
 
     tensor: TensorWeakRef
+    #: Not moved by `.data` and `torch._foreach_...`.
     version: int
+    #: Not another one after a copy from the host.
+    value: TensorWeakRef
+    #: ``[num_replicas, ...]``.
     rows: Tensor
+
+    def is_valid_for(self, tensor: Tensor | None) -> bool:
+        """Say whether the tensor is this one, and was not written to."""
+        if tensor is None or self.tensor() is not tensor or self.version != tensor._version:
+            return False
+        return self.value() is _value_of(tensor)
 
 
 class ReplicaState:
@@ -101,7 +112,7 @@ class ReplicaState:
         gradients = {id(gradient) for gradient in self._gradients()}
         for held in self._held.values():
             tensor = held.tensor()
-            if tensor is not None and tensor._version == held.version:
+            if tensor is not None and held.is_valid_for(tensor):
                 found.append((tensor, held.rows))
             elif id(tensor) in gradients and tensor is not None and bool(tensor.count_nonzero()):  # zeros are for all
                 raise RuntimeError(
@@ -120,9 +131,7 @@ class ReplicaState:
     def rows(self, tensor: Tensor) -> Tensor | None:
         """Return the replicas' values of a tensor ``[num_replicas, ...]``; ``None`` if they all have the tensor's."""
         held = self._held.get(id(tensor))
-        if held is None or held.tensor() is not tensor or held.version != tensor._version:
-            return None
-        return held.rows
+        return None if held is None or not held.is_valid_for(tensor) else held.rows
 
     def keep(self, tensor: Tensor, rows: Tensor) -> None:
         """Keep the replicas' values of a tensor; outside ``run`` it has replica 0's."""
@@ -131,7 +140,7 @@ class ReplicaState:
 
     def hold(self, tensor: Tensor, rows: Tensor) -> None:
         """Note the replicas' values of a tensor that has replica 0's already."""
-        self._held[id(tensor)] = _Held(TensorWeakRef(tensor), tensor._version, rows)
+        self._held[id(tensor)] = _Held(TensorWeakRef(tensor), tensor._version, TensorWeakRef(_value_of(tensor)), rows)
 
     def buffers_to_average(self, parameters: Sequence[Tensor], *, all_of_them: bool) -> dict[int, Tensor]:
         """Return the buffers that differ between replicas, by a number; or all of them.
@@ -167,6 +176,16 @@ class ReplicaState:
                     if (gradient := tensor.grad) is not None:
                         found.setdefault(id(gradient), (f"gradient of {full}", gradient))
         return found
+
+
+def _value_of(tensor: Tensor) -> Tensor:
+    """Return the value that a tensor of the device stands for: each write gives it another one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch._is_functional_tensor(tensor):
+            return tensor
+        torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
+        value: Tensor = torch._from_functional_tensor(tensor)
+        return value
 
 
 def _never(_: Tensor) -> bool:

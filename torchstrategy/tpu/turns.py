@@ -44,7 +44,8 @@ class _Value:
         self._region = region
         self._plain = region.plain(tensor) if is_on_device(tensor) else tensor
         self._version = tensor._version
-        self.is_local = get_mark(self._plain) is not None
+        self._mark = get_mark(self._plain)
+        self.is_local = self._mark is not None
         self._is_kept = self._plain is not tensor and _is_alike(tensor)
         self._held = self._plain if self._is_kept else tensor.detach().clone()
         if self.is_local and not self._is_kept:
@@ -73,8 +74,10 @@ class _Value:
         else:
             self.tensor.data = self._held.clone()
             if self._plain is not self.tensor:
-                (self._region.mark_local if self.is_local else self._region.mark_shared)(self.tensor)
+                self._region.mark_shared(self.tensor)
                 self._plain = self._region.plain(self.tensor)
+                if self.is_local:  # as before: another mark would say that it was written to
+                    self._region.mark_results(self._plain, self._mark)
         # What autograd has saved of the tensor was this value.
         torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
