@@ -1,5 +1,9 @@
 """Batches that don't divide evenly: replicas with fewer examples than the others, or none, count exactly."""
 
+import random
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -150,3 +154,51 @@ def test_kept_tensor_of_unequal_shapes_is_refused(xla_process):
 
 def run_on_devices(program):
     program(ts.TPUStrategy())
+
+
+class Own:
+    def __init__(self):
+        self.count, self.total = 0, torch.zeros(())
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+class CountingInAttributes(nn.Module):
+    """Counts its calls in whatever its attributes are or hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {"list": [Own()], "tensors": (torch.zeros(()),)}
+        self.numbers, self.seen, self.last, self.slots = np.zeros(1), set(), deque(maxlen=9), Slots()
+        self.drawn = [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)]
+
+    def forward(self, x):
+        own = self.held["list"][0]
+        own.count += 1
+        own.total = own.total + 1
+        self.held["tensors"][0].add_(1)
+        self.held["new"] = self.held.get("new", torch.zeros(())) + x.sum()
+        self.numbers += 1
+        self.seen.add(len(self.seen))
+        self.last.append(1)
+        self.slots.count += 1
+        draws = [generator.random() for generator in self.drawn]
+        counts = [own.count, float(self.numbers[0]), len(self.seen), len(self.last), self.slots.count]
+        return counts, draws, own.total + 0, self.held["tensors"][0] + 0, self.held["new"] + 0
+
+
+def counted(strategy):
+    with strategy.scope():
+        model = CountingInAttributes()
+    batches = strategy.experimental_distribute_dataset(torch.arange(20.0).reshape(20, 1), batch_size=10)
+    return [strategy.run(model, args=(batch,)) for batch in batches]
+
+
+def test_what_attributes_hold_is_changed_once(xla_process):
+    """By a group of replicas as by one, not once for each group."""
+    check_same(xla_process, counted)

@@ -16,6 +16,7 @@ from torchstrategy.replicas.object_hooks import Belongings, belongings_of, push_
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
+    "TORCHS_OWN",
     "ModuleTensors",
     "Noted",
     "Slot",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 #: What every module has.
-_TORCHS_OWN = vars(nn.Module()).keys()
+TORCHS_OWN = vars(nn.Module()).keys()
 #: ``_parameters`` or ``_buffers`` of one module on every replica, or another dict, and a name in it.
 Slot = tuple[tuple[dict[str, Any], ...], str]
 Stamp = tuple[int, int, int, bool, int, int]
@@ -196,7 +197,7 @@ def _add_slots(held: tuple[dict[Any, Any], ...], found: list[Slot], seen: set[in
     for name, value in held[0].copy().items():
         if isinstance(value, Tensor):
             found.append((held, name))
-        elif name not in _TORCHS_OWN and type(value) not in SCALARS and id(value) not in seen:
+        elif name not in TORCHS_OWN and type(value) not in SCALARS and id(value) not in seen:
             seen.add(id(value))
             copies = [own.get(name) for own in held]
             members = tuple(_members_of(copy) for copy in copies if type(copy) is type(value))

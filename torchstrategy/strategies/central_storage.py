@@ -163,7 +163,7 @@ def step_on_host(obj: Any) -> None:
     Its class is changed, not its ``step``: schedulers wrap the class's.
     """
     if isinstance(obj, Optimizer) and not isinstance(obj, HostedOptimizer):
-        obj.__class__ = _hosted_class(type(obj))
+        obj.__class__ = _hosted_class(type(obj))  # type: ignore[assignment]
         bind_step(obj, obj)
 
 

@@ -6,7 +6,11 @@ At the next run every replica finds its own again, unless the program has writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import io
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,11 +19,13 @@ from torch.utils.weak import TensorWeakRef
 
 from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.buffers import BufferSync
-from torchstrategy.replicas.module_tensors import Slot
+from torchstrategy.replicas.fingerprints import SCALARS, attributes_of, is_of_library, is_recorded
+from torchstrategy.replicas.module_tensors import TORCHS_OWN, Slot
+from torchstrategy.replicas.object_hooks import members_held
 from torchstrategy.replicas.record import Record
 from torchstrategy.tpu.marks import is_on_device
 
-__all__ = ["Comparisons", "ReplicaState", "refuse_different"]
+__all__ = ["Comparisons", "ReplicaState", "attribute_members", "refuse_different"]
 
 
 def refuse_different(parameters: Sequence[str]) -> NoReturn:
@@ -206,10 +212,50 @@ def _tensors(owner: Any) -> Iterator[tuple[str, Tensor]]:
         return
     members = dict(owner.__dict__)
     if isinstance(owner, nn.Module):
+        members = {key: value for key, value in members.items() if key not in TORCHS_OWN}
         members.update(owner._parameters)
         members.update(owner._buffers)
     for name, value in members.items():
         if isinstance(value, Tensor):
             yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Tensor))
+        elif type(value) not in SCALARS:
+            found = attribute_members(value) if isinstance(owner, nn.Module) else shallow_members(value)
+            yield from ((name + "".join(f"[{k!r}]" for k in path), t) for path, t in found if isinstance(t, Tensor))
+
+
+def shallow_members(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield a value and, if it is a list or tuple, what is in it, each with its place."""
+    yield (), value
+    if isinstance(value, (list, tuple)):
+        yield from (((i,), item) for i, item in enumerate(value))
+
+
+def attribute_members(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the value of a module's attribute and all that it holds, however deep, each once and with its place.
+
+    What has locks or streams may be at work in another thread, and is not looked into.
+    """
+    if any(isinstance(item, _AT_WORK) for item in members_held(value, is_closed=_is_closed)):
+        yield from shallow_members(value)
+        return
+    seen: dict[int, Any] = {}
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    while waiting:
+        path, item = waiting.pop()
+        if id(item) in seen or type(item) in SCALARS:
+            continue
+        seen[id(item)] = item
+        yield path, item
+        if isinstance(item, Mapping):
+            waiting += [((*path, key), member) for key, member in item.items()]
+        elif isinstance(item, (list, tuple, deque)):
+            waiting += [((*path, i), member) for i, member in enumerate(item)]
+        elif not (_is_closed(item) or isinstance(item, (Tensor, types.FunctionType, types.ModuleType))):
+            waiting += [((*path, key), member) for key, member in attributes_of(item).items()]
+
+
+_AT_WORK = (type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)
+
+
+def _is_closed(value: Any) -> bool:
+    return isinstance(value, type) or is_recorded(value) or is_of_library(value)

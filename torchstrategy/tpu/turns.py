@@ -6,9 +6,14 @@ Optimizers' states are left alone: the first group makes the steps of all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,16 +21,19 @@ from torch.nn.parameter import is_lazy
 from torchstrategy.gradients.ledger import GradientLedger
 from torchstrategy.gradients.notes import Note, State
 from torchstrategy.replicas.distributed_variables import DistributedVariable
+from torchstrategy.replicas.fingerprints import SCALARS, attributes_of, is_of_library, is_recorded
+from torchstrategy.replicas.module_tensors import TORCHS_OWN
 from torchstrategy.replicas.record import Record
 from torchstrategy.tpu.marks import get_mark, is_on_device
 from torchstrategy.tpu.metrics import SpmdMetrics
 from torchstrategy.tpu.region import Region
+from torchstrategy.tpu.state import attribute_members
 from torchstrategy.tpu.trace import Trace
 
 __all__ = ["GroupTurns"]
 
-#: A dictionary of an object's members, a key in it, and a position if the member is a list.
-_Place = tuple[int, str, int]
+#: A dictionary of an object's members, a key in it, and the way to what the member holds.
+_Place = tuple[int, str, tuple[Any, ...]]
 
 
 class _Value:
@@ -82,6 +90,43 @@ class _Value:
         torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
+def _keep_content(value: Any) -> Callable[[], Any] | None:
+    """Return what puts back what a container, an array or an object of the program's holds now."""
+    if isinstance(value, (dict, list, set, deque)):
+        return functools.partial(_refill, value, value.copy())
+    if isinstance(value, np.ndarray):
+        return functools.partial(np.copyto, value, value.copy()) if value.flags.writeable else None
+    if isinstance(value, (type, types.FunctionType, types.ModuleType)) or is_recorded(value) or is_of_library(value):
+        return None
+    own = attributes_of(value)
+    return functools.partial(_reset, value, own.copy()) if own else None
+
+
+def _keep_generator(value: Any) -> Callable[[], Any] | None:
+    """Return what sets a generator of random numbers on the host to where it is now."""
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _reset(obj: Any, attributes: dict[str, Any]) -> None:
+    for name in attributes_of(obj).keys() - attributes.keys():
+        object.__delattr__(obj, name)
+    for name, value in attributes.items():  # in slots, too
+        object.__setattr__(obj, name, value)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
 class _Gradient(NamedTuple):
     """A parameter, its gradient when a turn ended, and what was known of that."""
 
@@ -102,23 +147,33 @@ class _Snapshot:
     def __init__(self, record: Record, trace: Trace, ledger: GradientLedger) -> None:
         self._trace = trace
         self._ledger = ledger
-        self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        #: What puts back what containers, arrays and objects held.
+        self._held: list[Callable[[], Any]] = []
         self.gradients: dict[int, _Gradient] = {}
         self.values: dict[_Place, _Value] = {}
         for obj in record:
             if isinstance(obj, Tensor):
-                self._take((id(obj), "", 0), obj)
+                self._take((id(obj), "", ()), obj)
             elif isinstance(obj, nn.Module):
                 for module in obj.modules():
                     for members in (module._buffers, module.__dict__, module._parameters):
                         self._take_members(members)
 
     def _take_members(self, members: dict[str, Any]) -> None:
-        self._members.append((members, {k: list(v) if isinstance(v, list) else v for k, v in members.items()}))
+        self._hold(members)
         for key, value in members.items():
-            for index, item in enumerate(value if isinstance(value, list) else [value]):
-                if isinstance(item, Tensor) and not is_lazy(item):
-                    self._take((id(members), key, index), item)
+            if key in TORCHS_OWN or type(value) in SCALARS:
+                continue
+            for path, item in attribute_members(value):
+                if not isinstance(item, Tensor):
+                    self._hold(item)
+                elif not is_lazy(item):
+                    self._take((id(members), key, path), item)
+
+    def _hold(self, value: Any) -> None:
+        put_back = _keep_generator(value) or _keep_content(value)
+        if put_back is not None:
+            self._held.append(put_back)
 
     def _take(self, place: _Place, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
@@ -131,9 +186,8 @@ class _Snapshot:
         Args:
             copies: give out copies of the gradients, to which a backward pass adds in place.
         """
-        for members, own in self._members:
-            members.clear()
-            members.update({k: list(v) if isinstance(v, list) else v for k, v in own.items()})
+        for put_back in self._held:
+            put_back()
         for parameter, gradient, note in self.gradients.values():
             parameter.grad = gradient if gradient is None or not copies else self._copy(gradient)
             self._ledger.put(parameter, note)
