@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstrategy.tpu.calls import current_region
+from torchstrategy.tpu.refusals import current_region
 from torchstrategy.xla.runtime import get_runtime
 
 __all__ = ["current_device", "device", "device_count", "get_rng_state", "install", "is_available", "set_rng_state"]

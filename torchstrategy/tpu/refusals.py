@@ -1,40 +1,47 @@
-"""What can't be done with tensors of the device while a replica function is traced, and what to do instead."""
+"""What can't be done with tensors of the device while a replica function is traced, and what to do instead.
+
+Most of it is refused where operations are handled (``operations.py``); calls that a dispatch mode does not see are
+replaced as long as a thread traces a function.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch._tensor_str
 from torch import Tensor
 
 from torchstrategy.base.log import call_site, is_users_file
 from torchstrategy.tpu.batch_norm import reads_batch_count
 from torchstrategy.tpu.marks import any_on_device, is_on_device, with_defaults
 from torchstrategy.tpu.protocols import AnyRegion
+from torchstrategy.xla.kernels import CUTS, functions_to_refuse
 
 __all__ = [
     "DATA_DEPENDENT",
     "HOST_COPIES",
+    "allowed_calls",
     "check_stays_on_device",
-    "describe_symbol",
-    "is_logged",
+    "current_region",
     "refuse",
     "refuse_branching",
-    "refuse_collective",
     "refuse_copy_to_host",
-    "refuse_cut",
     "refuse_distributed",
     "refuse_dynamic_shape",
     "refuse_embedding_bag",
     "refuse_host_computation",
     "refuse_mask",
-    "refuse_printing",
     "refuse_sparse_gradients",
+    "refused_calls",
 ]
 
 _WHY = (
@@ -195,7 +202,7 @@ def refuse_branching(name: str) -> NoReturn:
     )
 
 
-def is_logged() -> bool:
+def _is_logged() -> bool:
     """Say whether a logger formats a message: it would print an error and go on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users_file(frame.f_code.co_filename):
@@ -205,17 +212,17 @@ def is_logged() -> bool:
     return False
 
 
-def describe_symbol(region: AnyRegion, value: Tensor) -> str:
+def _describe_symbol(region: AnyRegion, value: Tensor) -> str:
     """Return what stands for a tensor in a log, as tf shows a graph's."""
     return f"<a {region.describe(value)}, {value.dtype}: no number inside `run`>"
 
 
-def refuse_printing(region: AnyRegion, value: Tensor) -> NoReturn:
+def _refuse_printing(region: AnyRegion, value: Tensor) -> NoReturn:
     """Refuse ``print(tensor)``."""
     refuse(f"Printing a {region.describe(value)}", _WHY, _INSTEAD)
 
 
-def refuse_cut(name: str) -> NoReturn:
+def _refuse_cut(name: str) -> NoReturn:
     """Refuse torch_xla's functions that run what was traced so far."""
     refuse(
         f"torch_xla's `{name}` was called inside `run`",
@@ -224,7 +231,7 @@ def refuse_cut(name: str) -> NoReturn:
     )
 
 
-def refuse_collective(name: str) -> NoReturn:
+def _refuse_collective(name: str) -> NoReturn:
     """Refuse collectives that know nothing of the replicas."""
     refuse(
         f"The collective `{name}` was called inside `run`",
@@ -237,7 +244,7 @@ def refuse_distributed(_region: AnyRegion, func: Any, args: tuple[Any, ...], kwa
     """Run a collective of torch.distributed, unless its tensors are on the device."""
     if not any_on_device((*args, *kwargs.values())):
         return func(*args, **kwargs)
-    refuse_collective(f"torch.distributed: {func.overloadpacket.__name__.rstrip('_')}")
+    _refuse_collective(f"torch.distributed: {func.overloadpacket.__name__.rstrip('_')}")
 
 
 def _first_on_device(values: Any) -> Any:
@@ -259,3 +266,85 @@ def _host_action(func: Any) -> str:
     if "equal" in str(func):
         return "Comparing the values (`torch.equal`)"
     return "Copying to the host (`.cpu()`, `.to()`, `.tolist()`, `print`)"
+
+
+class _Thread(threading.local):
+    region: AnyRegion | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_num_regions = 0  # of all threads
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def current_region() -> AnyRegion | None:
+    """Return what watches the function that this thread traces, ``None`` outside, and while the library works."""
+    return _thread.region
+
+
+@contextlib.contextmanager
+def refused_calls(region: AnyRegion) -> Iterator[None]:
+    """Refuse these calls in this thread."""
+    global _num_regions
+    outer, _thread.region = _thread.region, region
+    with _lock:
+        _num_regions += 1
+        if _num_regions == 1:
+            _replace()
+    try:
+        yield
+    finally:
+        _thread.region = outer
+        with _lock:
+            _num_regions -= 1
+            if not _num_regions:
+                _restore()
+
+
+@contextlib.contextmanager
+def allowed_calls() -> Iterator[None]:
+    """Allow these calls again in this thread, for the library's own use."""
+    outer, _thread.region = _thread.region, None
+    try:
+        yield
+    finally:
+        _thread.region = outer
+
+
+def _replace() -> None:
+    printing = torch._tensor_str._str
+    _originals.append((torch._tensor_str, "_str", printing))
+    torch._tensor_str._str = _unless_on_device(printing)
+    for module, name in functions_to_refuse():
+        original = getattr(module, name)
+        _originals.append((module, name, original))
+        setattr(module, name, _unless_traced(original, name))
+
+
+def _restore() -> None:
+    while _originals:
+        module, name, original = _originals.pop()
+        setattr(module, name, original)
+
+
+def _unless_on_device(original: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(original)
+    def to_string(value: Any, *args: Any, **kwargs: Any) -> str:
+        if _thread.region is not None and value.is_xla:
+            if _is_logged():
+                return _describe_symbol(_thread.region, value)
+            _refuse_printing(_thread.region, value)
+        return original(value, *args, **kwargs)
+
+    return to_string
+
+
+def _unless_traced(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _thread.region is None:
+            return original(*args, **kwargs)
+        return _refuse_cut(name) if name in CUTS else _refuse_collective(f"xm.{name}")
+
+    return call

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
 from torchstrategy.tpu import device_module
-from torchstrategy.tpu.calls import allowed_calls, refused_calls
 from torchstrategy.tpu.marks import (
     MARK,
     Site,
@@ -31,6 +30,7 @@ from torchstrategy.tpu.marks import (
     is_on_device,
 )
 from torchstrategy.tpu.operations import HANDLERS, NUMBERS, TENSOR_PLACES, WRITERS, handler_of
+from torchstrategy.tpu.refusals import allowed_calls, refused_calls
 from torchstrategy.xla.kernels import KEYS
 from torchstrategy.xla.runtime import TpuRuntime
 
