@@ -5,35 +5,27 @@ otherwise when the next run starts was written in between, and is copied to the 
 long as that takes less than one hundredth of the time of the runs, else as many as that time allows, in turn. Once a
 write was found, all of them are looked at in every run. The first parameters and buffers are looked at whatever it
 takes, so that a small model does not depend on the clock.
-
-Also notices what all replicas write to in a run although there is only one of it, weights that no scope has made.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchstrategy.base.log import info_once, warn_once
+from torchstrategy.base.log import info_once
 from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.copies import updated_tensor
 from torchstrategy.replicas.divergence import describe_divergence, differences_between_copies
-from torchstrategy.replicas.dtensors import is_dtensor
-from torchstrategy.replicas.fingerprints import fingerprints, is_of_library
-from torchstrategy.replicas.mirrored import mirror_of
+from torchstrategy.replicas.fingerprints import fingerprints
 from torchstrategy.replicas.module_tensors import Slot
-from torchstrategy.replicas.record import owner, recorded_classes
 from torchstrategy.replicas.variables import Variable
 
-__all__ = ["OutsideEdits", "OutsideWeights", "found_by"]
+__all__ = ["OutsideEdits"]
 
 #: Which part of the time of the runs the search may take, beyond the first part.
 _SHARE = 0.01
@@ -47,8 +39,6 @@ _NUM_RUNS_OF_LIST = 64
 _FEW_PARTS = 8
 #: After so many runs another part than the first is looked at, whatever time it takes.
 _NUM_RUNS_BETWEEN = 8
-#: So many functions are looked at for what they find.
-_MOST_FUNCTIONS = 30
 
 
 class _Part(NamedTuple):
@@ -320,90 +310,3 @@ def _are_equal(part: _Part, columns: Sequence[Sequence[Tensor]]) -> bool:
 
 def _range(part: _Part, tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() <= part.stop - part.start else tensor.detach().reshape(-1)[part.start : part.stop]
-
-
-class OutsideWeights:
-    """Notices that the replicas of a process, one after the other, change weights of which there is one for all.
-
-    Args:
-        fn: the replica function; it, and functions that it finds, may find modules of no scope.
-        count: the number of replicas of this process.
-    """
-
-    def __init__(self, fn: Any, count: int) -> None:
-        found = [pair for function in _functions_from(fn) for pair in found_by(function).items()]
-        modules = {k: m for k, m in found if isinstance(m, nn.Module) and owner(m) is None and mirror_of(m) is None}
-        named = [(f"{key}.{name}", p) for key, module in modules.items() for name, p in module.named_parameters()]
-        self._weights = [(name, p) for name, p in named if not p.is_inference() and not is_dtensor(p)]
-        self._count = count
-        self._ends = [[p._version for _, p in self._weights]]
-
-    def noting_ends(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what calls a replica function and notes how often the weights were written to."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = fn(*args, **kwargs)
-            self._ends.append([p._version for _, p in self._weights])
-            return result
-
-        return call if self._weights else fn
-
-    def warn(self, own: Callable[[], Sequence[Tensor]]) -> None:
-        """Warn of weights to which each replica has written, other than copies of a replica's parameters."""
-        if len(self._ends) != self._count + 1:
-            return
-        written = [
-            (name, p)
-            for (name, p), *versions in zip(self._weights, *self._ends, strict=True)
-            if all(first < second for first, second in pairwise(versions))
-        ]
-        found = [name for name, p in written if not any(_are_alike(p, other) for other in own())]
-        if found:
-            warn_once(
-                f"`{found[0]}` was changed by each of {self._count} replicas of this process in one run, one after the "
-                "other. It is of a module that was not made in the scope, of which there is one for all, so an update "
-                f"of a moving average or a target network is made {self._count} times. Make the module in the scope, "
-                "where each replica gets its own (a copy by copy.deepcopy, too), or update it outside `run`.",
-                stacklevel=7,
-            )
-
-
-def _are_alike(first: Tensor, second: Tensor) -> bool:
-    is_comparable = first.shape == second.shape and first.device == second.device and first.dtype == second.dtype
-    return is_comparable and torch.equal(first.detach(), second.detach())
-
-
-def found_by(fn: Any) -> dict[str, Any]:
-    """Return what a function finds by names of outer variables, and the members of objects and dicts among it."""
-    code = fn.__code__
-    found: dict[str, Any] = {"self": fn.__self__} if isinstance(fn, MethodType) else {}
-    found |= {name: value for name in code.co_names if (value := fn.__globals__.get(name)) is not None}
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it is empty
-            found[name] = cell.cell_contents
-    for name, value in found.copy().items():
-        if type(value) is dict:
-            found |= {f"{name}[{key!r}]": member for key, member in dict(value).items()}
-        elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
-            found |= {f"{name}.{key}": member for key, member in dict(getattr(value, "__dict__", {})).items()}
-    return found
-
-
-def _is_of_another(value: Any) -> bool:
-    """Say whether an object is a library's, or stands for one of each replica."""
-    return mirror_of(value) is not None or is_of_library(value)
-
-
-def _functions_from(fn: Any) -> list[Any]:
-    """Return a function and those that it finds, and so on."""
-    functions = [fn]
-    for function in functions:
-        for value in found_by(function).values():
-            is_function = isinstance(value, (FunctionType, MethodType)) and hasattr(value, "__code__")
-            if is_function and value not in functions and len(functions) < _MOST_FUNCTIONS and _is_users(value):
-                functions.append(value)
-    return functions
-
-
-def _is_users(fn: Any) -> bool:
-    return str(fn.__module__).partition(".")[0] not in ("torch", "torchstrategy")

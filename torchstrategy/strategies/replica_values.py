@@ -5,13 +5,11 @@ The functions here are the leaves of ``Strategy.run``, ``reduce`` and ``gather``
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import CodeType, FunctionType, MethodType, TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -22,22 +20,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy.base import tree
 from torchstrategy.base.context import Frame, pop_frame, push_frame
 from torchstrategy.base.devices import Placement, kind_of, tensor_device
-from torchstrategy.base.log import add_note, shows_all_frames, warn_once
+from torchstrategy.base.log import add_note, shows_all_frames
 from torchstrategy.base.options import ReduceOp
 from torchstrategy.base.values import DistributedValues, PerReplica, regroup
 from torchstrategy.collectives.cross_device_ops import CrossDeviceOps
 from torchstrategy.collectives.process_group import WorkerGroup
 from torchstrategy.collectives.reductions import check_gather_axis, gather, reduce
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
-from torchstrategy.replicas.edits import OutsideWeights, found_by
 from torchstrategy.replicas.hosting import Hosting, on_device
-from torchstrategy.replicas.mirrored import mirror_of
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
     "Scope",
-    "counting",
     "explain_misfit",
     "gather_leaf",
     "inputs_of",
@@ -46,75 +41,6 @@ __all__ = [
     "take_in",
     "without_graph",
 ]
-
-
-#: Runs of a function in which it is looked at what it counts.
-_NUM_LOOKED_AT = 3
-
-
-@contextmanager
-def counting(
-    looked_at: Counter[CodeType], fn: Any, count: int, parameters: Callable[[], Sequence[Tensor]]
-) -> Iterator[Any]:
-    """Warn of what a replica function counts up, or of weights that it updates, once for each replica, not each run.
-
-    Python's variables, and attributes of plain objects, belong to the process, so what is computed from them is not
-    what one replica would compute. A function's first runs are looked at, also those that fail.
-
-    Args:
-        looked_at: how many runs of which function's code were.
-        fn: the function; what is yielded is to be called in its place.
-        count: the number of replicas of this process.
-        parameters: returns those of its first replica.
-    """
-    given = fn
-    while isinstance(fn, functools.partial) or (isinstance(fn, FunctionType) and "__wrapped__" in fn.__dict__):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__dict__["__wrapped__"]
-    code = fn.__code__ if isinstance(fn, (FunctionType, MethodType)) else None  # a method has its function's
-    if code is None or looked_at[code] >= _NUM_LOOKED_AT:
-        yield given
-        return
-    looked_at[code] += 1
-    before, weights = _numbers_of(fn), OutsideWeights(fn, count)
-    try:
-        yield weights.noting_ends(given)
-    finally:
-        after = _numbers_of(fn) if before else {}
-        counted = [name for name, value in before.items() if after.get(name) == value + count]
-        if not counted:
-            weights.warn(parameters)
-        for name in counted:
-            warn_once(
-                f"`{name}` grew by {count} in one run, by 1 for each replica of this process. Python's numbers, and "
-                "tensors and objects that were not made in the scope, belong to the process, so what the replica "
-                "function computes from a count of its calls depends on the number of replicas. Count outside `run` "
-                "and pass the number in `args`, or make the object in the scope, or the number an attribute of a "
-                "module of the scope, of which each replica has its own. (What is meant to add up over the replicas of "
-                "this process may stay.)",
-                stacklevel=6,
-            )
-
-
-def _numbers_of(fn: Any) -> dict[str, int]:
-    """Return the whole numbers that a function may count up: outer variables, and members of objects and dicts."""
-    found = found_by(fn)
-    for name, value in found.copy().items():
-        if isinstance(value, nn.Module):
-            found |= dict(_counters_of(value, name))
-    return {name: int(value) for name, value in found.items() if type(value) is int or _is_count(value)}
-
-
-def _counters_of(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a module from outside, such as an ``AveragedModel``, which may count its updates in one."""
-    if owner(module) is None and mirror_of(module) is None:
-        yield from module.named_buffers(path, recurse=False)
-        for name, child in module.named_children():
-            yield from _counters_of(child, f"{path}.{name}")
-
-
-def _is_count(value: Any) -> bool:
-    """Say whether a value is a plain tensor of one whole number, which no replica has a copy of."""
-    return type(value) is Tensor and value.numel() == 1 and value.is_cpu and value.dtype in (torch.int64, torch.int32)
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:

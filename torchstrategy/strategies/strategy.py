@@ -57,7 +57,6 @@ from torchstrategy.strategies.extended import StrategyExtended
 from torchstrategy.strategies.replica_context import ReplicaContext
 from torchstrategy.strategies.replica_values import (
     Scope,
-    counting,
     explain_misfit,
     gather_leaf,
     inputs_of,
@@ -66,6 +65,7 @@ from torchstrategy.strategies.replica_values import (
     take_in,
     without_graph,
 )
+from torchstrategy.strategies.shared_state import watching_shared_state
 
 __all__ = ["Strategy"]
 
@@ -607,7 +607,8 @@ class Strategy:
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
         count = len(contexts)
         own = self.gradients.local_parameters
-        with counting(self._looked_at, fn, count, own) if count > 1 else nullcontext(fn) as called:
+        watching = watching_shared_state(self._looked_at, fn, contexts, own) if count > 1 else nullcontext(fn)
+        with watching as called:
             results = self._call_hosting(called, contexts, calls)
         return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
