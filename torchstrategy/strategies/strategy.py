@@ -51,6 +51,7 @@ from torchstrategy.replicas.hosting import DirectHosting, Hosting
 from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
+from torchstrategy.replicas.shared_state import watching_shared_state
 from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
@@ -65,7 +66,6 @@ from torchstrategy.strategies.replica_values import (
     take_in,
     without_graph,
 )
-from torchstrategy.strategies.shared_state import watching_shared_state
 
 __all__ = ["Strategy"]
 

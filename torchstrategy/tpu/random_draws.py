@@ -1,11 +1,16 @@
 """Random numbers that differ between replicas: drawn for all of them at once, and split.
 
 Where a function is traced once for all replicas, every device would draw the same numbers.
+
+``torch.utils.checkpoint`` computes a function again in the backward pass, which must then draw the same numbers. It
+looks for ``torch.xla``, which torch_xla does not have, to save and put back the state of the device's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,9 +18,10 @@ from torch import Tensor
 
 from torchstrategy.tpu.marks import is_on_device, with_defaults
 from torchstrategy.tpu.protocols import AnyRegion
-from torchstrategy.tpu.refusals import refuse
+from torchstrategy.tpu.refusals import current_region, refuse
+from torchstrategy.xla.runtime import get_runtime
 
-__all__ = ["RANDOM", "run_random"]
+__all__ = ["RANDOM", "install_device_module", "run_random"]
 
 _FACTORIES = {"rand", "randn", "randint", "randperm"}
 _LIKE = {"rand_like", "randn_like", "randint_like"}
@@ -197,3 +203,50 @@ _FUNCTIONS = {
     "binomial": _unsupported,
     "_standard_gamma": _unsupported,
 }
+
+
+def install_device_module() -> None:
+    """Make a ``torch.xla``, unless torch_xla has brought one."""
+    if not hasattr(torch, "xla"):
+        torch._register_device_module("xla", _DeviceModule("torch.xla"))  # type: ignore[no-untyped-call]
+
+
+class _DeviceModule(ModuleType):
+    """What torch looks for as ``torch.xla``: one device, which stands for all."""
+
+    _initialized = True
+
+    @staticmethod
+    def get_rng_state(_device: Any = None) -> Tensor:
+        """Return the seed that the next random numbers on the device come from, as a tensor of the host."""
+        region = current_region()
+        if region is not None:
+            # `checkpoint` has saved the host's state by now, and will draw on from it.
+            region.seed_before_draws(keep_host=True)
+        seed = get_runtime().get_seed()
+        return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device="cpu")
+
+    @staticmethod
+    def set_rng_state(state: Tensor, _device: Any = None) -> None:
+        """Draw again what was drawn after ``get_rng_state`` returned the state."""
+        get_runtime().set_seed(int(state) % 2**64)
+
+    @staticmethod
+    def device(_device: Any) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: there is one device."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def current_device() -> int:
+        """Return the number of the only device."""
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        """Return how many devices tensors can be on."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Say that there is a device."""
+        return True

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
-from torchstrategy.tpu import device_module
 from torchstrategy.tpu.marks import (
     MARK,
     Site,
@@ -30,6 +29,7 @@ from torchstrategy.tpu.marks import (
     is_on_device,
 )
 from torchstrategy.tpu.operations import HANDLERS, NUMBERS, TENSOR_PLACES, WRITERS, handler_of
+from torchstrategy.tpu.random_draws import install_device_module
 from torchstrategy.tpu.refusals import allowed_calls, refused_calls
 from torchstrategy.xla.kernels import KEYS
 from torchstrategy.xla.runtime import TpuRuntime
@@ -288,7 +288,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @override
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
-        device_module.install()
+        install_device_module()
         self._patches.append(refused_calls(self))
         self._patches[-1].__enter__()
         return self
