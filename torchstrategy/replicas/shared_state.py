@@ -32,8 +32,8 @@ __all__ = ["watching_shared_state"]
 
 #: Runs of a function in which it is looked at what it changes.
 _NUM_LOOKED_AT = 3
-#: So many functions are looked at for what they find.
-_MOST_FUNCTIONS = 30
+#: So many functions are looked at for what they find, and no dict of more members: a vocabulary is no state.
+_MOST_FUNCTIONS, _MOST_MEMBERS = 30, 1000
 
 
 @contextlib.contextmanager
@@ -192,7 +192,8 @@ def _found_by(fn: Any) -> dict[str, Any]:
             found[name] = cell.cell_contents
     for name, value in found.copy().items():
         if type(value) is dict:
-            found |= {f"{name}[{key!r}]": member for key, member in dict(value).items()}
+            members = value.copy() if len(value) <= _MOST_MEMBERS else {}
+            found |= {f"{name}[{key!r}]": member for key, member in members.items()}
         elif not isinstance(value, (type, ModuleType, *recorded_classes())) and not _is_of_another(value):
             found |= {f"{name}.{key}": member for key, member in dict(getattr(value, "__dict__", {})).items()}
     return found
