@@ -122,7 +122,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             _check_convertible(name, layer)
         for layer in layers.values():
             layer.__class__ = cls
-            layer.process_group = None
+            layer.process_group = None  # type: ignore[assignment]
         return module
 
 
