@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,32 +28,22 @@ from torchstrategy.replicas.record import owner, recorded_classes
 
 __all__ = ["watching_shared_state"]
 
-#: Runs of a function in which it is looked at what it changes.
-_NUM_LOOKED_AT = 3
 #: So many functions are looked at for what they find, and no dict of more members: a vocabulary is no state.
 _MOST_FUNCTIONS, _MOST_MEMBERS = 30, 1000
 
 
 @contextlib.contextmanager
 def watching_shared_state(
-    looked_at: Counter[CodeType], given: Any, contexts: Sequence[Any], parameters: Callable[[], Sequence[Tensor]]
+    given: Any, fn: Any, contexts: Sequence[Any], parameters: Callable[[], Sequence[Tensor]]
 ) -> Iterator[Any]:
     """Warn of what each replica counts up, updates or sets, also in runs that fail.
 
     Args:
-        looked_at: how many runs of which function's code were.
         given: the replica function; what is yielded is to be called in its place.
+        fn: what it is without wrappers.
         contexts: of this process's replicas.
         parameters: returns those of the first.
     """
-    fn = given
-    while isinstance(fn, functools.partial) or (isinstance(fn, FunctionType) and "__wrapped__" in fn.__dict__):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__dict__["__wrapped__"]
-    code = fn.__code__ if isinstance(fn, (FunctionType, MethodType)) else None  # a method has its function's
-    if code is None or looked_at[code] >= _NUM_LOOKED_AT:
-        yield given
-        return
-    looked_at[code] += 1
     watch = _Watch(fn, contexts)
     try:
         yield watch.noting(given)

@@ -5,11 +5,13 @@ The functions here are the leaves of ``Strategy.run``, ``reduce`` and ``gather``
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,7 @@ from torchstrategy.collectives.reductions import check_gather_axis, gather, redu
 from torchstrategy.replicas.distributed_variables import DistributedVariable, MirroredVariable
 from torchstrategy.replicas.hosting import Hosting, on_device
 from torchstrategy.replicas.record import owner, start_recording, stop_recording
+from torchstrategy.replicas.shared_state import watching_shared_state
 from torchstrategy.replicas.variables import Variable
 
 __all__ = [
@@ -39,8 +42,34 @@ __all__ = [
     "reduce_leaf",
     "regroup_results",
     "take_in",
+    "watched",
     "without_graph",
 ]
+
+
+#: Runs of a function in which it is looked at what it changes.
+_NUM_LOOKED_AT = 3
+
+
+def watched(
+    looked_at: Counter[CodeType], given: Any, contexts: Sequence[Any], parameters: Callable[[], Sequence[Tensor]]
+) -> AbstractContextManager[Any]:
+    """Return a context manager that gives what is to be called for a replica function, which is watched at first.
+
+    Args:
+        looked_at: how many runs of which function's code were.
+        given: the function.
+        contexts: of this process's replicas.
+        parameters: returns those of the first.
+    """
+    fn = given
+    while isinstance(fn, functools.partial) or (isinstance(fn, FunctionType) and "__wrapped__" in fn.__dict__):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__dict__["__wrapped__"]
+    code = fn.__code__ if isinstance(fn, (FunctionType, MethodType)) else None  # a method has its function's
+    if len(contexts) == 1 or code is None or looked_at[code] >= _NUM_LOOKED_AT:
+        return nullcontext(given)
+    looked_at[code] += 1
+    return watching_shared_state(given, fn, contexts, parameters)
 
 
 def take_in(strategy: Any, objects: Sequence[Any]) -> None:

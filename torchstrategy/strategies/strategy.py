@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from types import CodeType
 from typing import Any, NoReturn, overload
 
@@ -51,7 +50,6 @@ from torchstrategy.replicas.hosting import DirectHosting, Hosting
 from torchstrategy.replicas.mirrored import bodies, mirror_of
 from torchstrategy.replicas.on_read import make_variable
 from torchstrategy.replicas.record import Record, owner
-from torchstrategy.replicas.shared_state import watching_shared_state
 from torchstrategy.replicas.threaded_hosting import ThreadedHosting
 from torchstrategy.replicas.variables import Variable, VariableOptions
 from torchstrategy.strategies.extended import StrategyExtended
@@ -64,6 +62,7 @@ from torchstrategy.strategies.replica_values import (
     reduce_leaf,
     regroup_results,
     take_in,
+    watched,
     without_graph,
 )
 
@@ -605,10 +604,7 @@ class Strategy:
         for local_id, replica_id in enumerate(self.placement.local_replica_ids):
             calls.append(inputs_of(self, local_id, (args, kwargs)))
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
-        count = len(contexts)
-        own = self.gradients.local_parameters
-        watching = watching_shared_state(self._looked_at, fn, contexts, own) if count > 1 else nullcontext(fn)
-        with watching as called:
+        with watched(self._looked_at, fn, contexts, self.gradients.local_parameters) as called:
             results = self._call_hosting(called, contexts, calls)
         return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
