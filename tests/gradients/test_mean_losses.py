@@ -493,3 +493,22 @@ def test_scale_mean_loss_with_one_replica():
     assert ts.nn.scale_mean_loss(loss) == 3.0
     assert ts.nn.scale_mean_loss(loss, weight=7) == 3.0
     assert ts.nn.scale_mean_loss(loss, weight=0) == 0.0
+
+
+def test_a_count_of_all_replicas_is_none_of_one_that_has_the_whole_batch():
+    """As in a batch of one sequence, whose tokens are all of one replica's share."""
+    strategy = strategy_for(cpu_devices(2))
+    with strategy.scope():
+        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        losses = F.cross_entropy(model(x.flatten(0, 1)), y.flatten(), reduction="none")
+        count = ts.get_replica_context().all_reduce("SUM", torch.tensor(losses.numel()))
+        (losses.sum() / count).backward()
+        optimizer.step()
+
+    data = strategy.experimental_distribute_dataset((X[:6].view(1, 6, FEATURES), Y[:6].view(1, 6)), batch_size=1)
+    for batch in data:
+        strategy.run(step, args=batch)

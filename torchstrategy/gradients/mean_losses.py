@@ -167,7 +167,7 @@ class _Counts:
         # What the library divides by may happen to be the size of a tensor.
         self._looks_at_sizes = not context.has_scaled_losses
         self._looks_at_divisors = self._looks_at_sizes and not context._scaled_losses
-        self._totals: set[float] = {self._num_replicas}
+        self._totals = {float(self._num_replicas), *(float(t) for t in context._totals if _can_be_read(t))}
         self.factors = {1.0 / self._num_replicas}
         shares, num_own = context.batch_shares, context._num_own_examples
         if shares is not None and num_own is not None:

@@ -88,6 +88,8 @@ class ReplicaContext:
         self._scaled_losses: list[Any] = []
         #: Whether the replica function has called ``all_reduce``: what it assigns may be a sum already.
         self._has_all_reduced = False
+        #: The latest numbers that it got from there, by which it may divide a loss.
+        self._totals: list[Tensor] = []
         #: Whether the replica has computed gradients; and whether it has met others, as every collective makes it.
         self._has_computed = self._has_met = False
         #: By their ids, for what `torch.autograd.grad` was asked for gradients.
@@ -159,6 +161,7 @@ class ReplicaContext:
         operation, self._has_all_reduced = f"all_reduce({op.name}){tree.describe(spec)}", True
         # Autograd calls this again, later and maybe on another thread.
         results = differentiable_all_reduce(lambda values: self._all_reduce(op, values, operation), tensors)
+        self._totals = [*self._totals[-7:], *(result.detach() for result in results if result.numel() == 1)]
         return spec.unflatten(list(results))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:  # noqa: ARG002 - as in tf
