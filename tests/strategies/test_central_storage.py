@@ -133,8 +133,9 @@ def test_other_optimizers(way):
     assert largest_difference(run(ts.get_strategy()), run(central(3))) <= 1e-6
 
 
-def test_a_closure_whose_gradients_are_partly_zeros():
-    """The host takes them for cleared by its optimizer, and the other replicas have none."""
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_closure_whose_gradients_are_partly_zeros(by_hand):
+    """The host takes them for cleared by its optimizer, and the other replicas clear theirs."""
 
     def run(strategy):
         with strategy.scope():
@@ -143,12 +144,26 @@ def test_a_closure_whose_gradients_are_partly_zeros():
         torch.nn.init.ones_(layer.weight)
 
         def closure():
-            optimizer.zero_grad()
-            loss = ts.nn.scale_regularization_loss(layer.weight.square().sum() + 0 * layer.bias.sum())
-            loss.backward()
+            context = ts.get_replica_context()
+            loss = layer.weight.square().sum()
+            if context.replica_id_in_sync_group == context.num_replicas_in_sync - 1:
+                loss = loss + 0 * layer.bias.sum()  # used on one replica only
+            loss = ts.nn.scale_regularization_loss(loss)
+            if not by_hand:
+                optimizer.zero_grad()
+                loss.backward()
+                return loss
+            parameters = [layer.weight, layer.bias]
+            for parameter, own in zip(
+                parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+            ):
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+                if own is not None:
+                    parameter.grad = own if parameter.grad is None else parameter.grad + own
             return loss
 
-        for _ in range(3):
+        for _ in range(4):
             strategy.run(lambda: optimizer.step(closure))
         return layer.weight.item()
 

@@ -339,7 +339,8 @@ class GradientLedger:
             if note is not None and grad is not None and note.state not in (State.LOCAL, State.UNKNOWN):
                 states[k] = self._state(note, grad, run, uses_applied=uses_applied)
                 # Sums that were used, too, may be zeros by now, where another replica has new gradients.
-                if not (states[k] is State.LOCAL or (states[k] is State.SUMMED and note.state is State.SUMMED)):
+                is_sum = states[k] is State.SUMMED and (uses_applied or note.state is State.SUMMED)
+                if states[k] is not State.LOCAL and not is_sum:
                     unclear.append(k)
         pairs = [(self._notes[id(parameters[k])], parameters[k].grad) for k in unclear]
         used = []
@@ -348,7 +349,7 @@ class GradientLedger:
                 states[k] = State.LOCAL
             elif states[k] in (State.OUTSIDE, State.MIXED):
                 raise RuntimeError(refusal(states[k], k, parameters[k]))
-            elif states[k] is State.SUMMED and not uses_applied:
+            elif states[k] is State.SUMMED:
                 used.append(parameters[k])
         if used:  # what the program does to them before the next step, such as clipping, is done to sums
             self._note(used, State.SUMMED, run)

@@ -42,6 +42,7 @@ __all__ = ["CentralStorageStrategy"]
 
 _OPERATION = "the update on the host"
 _EVALUATE, _DONE = "evaluate", "done"
+_NOTHING_CLEARED = "0,0"
 
 
 class _Step(NamedTuple):
@@ -100,14 +101,14 @@ class HostUpdater:
         if self._num_replicas > 1:
             self._summer([part.gradients for part in parts])
         first = parts[0]
-        result, cleared = None, 0
+        result, cleared = None, _NOTHING_CLEARED
         if self._memory.is_host:
             before = [_grad_stamp(parameter) for parameter in first.gradients.parameters]
             with self._memory.on_host(first.optimizer):
                 result = _plain_step(first.optimizer)(*first.args, **first.kwargs)
             if before != [_grad_stamp(parameter) for parameter in first.gradients.parameters]:
                 cleared = _cleared(first.optimizer)
-        command = self._memory.finish(first.optimizer, f"{cleared:x}")
+        command = self._memory.finish(first.optimizer, cleared)
         for part in parts:
             _clear(part.gradients.parameters, command)
             self._summer.ledger.note_step(part.gradients.parameters)
@@ -126,7 +127,7 @@ class HostUpdater:
 
         def closure() -> Any:
             on_host.pop().__exit__(None, None, None)
-            self._meet(context, optimizer, f"{_EVALUATE} {_cleared(optimizer):x}")
+            self._meet(context, optimizer, f"{_EVALUATE} {_cleared(optimizer)}")
             loss = evaluate()
             on_host.append(self._memory.on_host(optimizer))
             on_host[0].__enter__()
@@ -138,7 +139,7 @@ class HostUpdater:
         finally:
             if on_host:
                 on_host.pop().__exit__(None, None, None)
-        self._meet(context, optimizer, f"{_DONE} {_cleared(optimizer):x}")
+        self._meet(context, optimizer, f"{_DONE} {_cleared(optimizer)}")
         return result
 
     def _meet(self, context: Any, optimizer: Optimizer, command: str) -> str:
@@ -188,19 +189,23 @@ class HostedOptimizer:
         return object.__new__, (plain,), plain.__getstate__(self)
 
 
-def _cleared(optimizer: Optimizer) -> int:
-    """Return which parameters have no gradient or zeros, as a bit mask: the optimizer may have cleared them."""
+def _cleared(optimizer: Optimizer) -> str:
+    """Return which parameters have no gradient, and which zeros, as bit masks: the optimizer may have cleared them."""
     grads = [parameter.grad for parameter in optimizer_parameters(optimizer)]
     values = [grad._values() if grad is not None and grad.is_sparse else grad for grad in grads]
-    return sum((value is None or not bool(value.count_nonzero())) << k for k, value in enumerate(values))
+    gone = sum((value is None) << k for k, value in enumerate(values))
+    zeros = sum((value is not None and not bool(value.count_nonzero())) << k for k, value in enumerate(values))
+    return f"{gone:x},{zeros:x}"
 
 
-def _clear(parameters: Sequence[Tensor], mask: str) -> None:
-    """Clear the gradients that replica 0's optimizer has cleared."""
-    cleared = int(mask, 16)
-    for k, parameter in enumerate(parameters if cleared else ()):
-        if cleared >> k & 1:
+def _clear(parameters: Sequence[Tensor], masks: str) -> None:
+    """Clear the gradients that replica 0's optimizer has cleared, in the same way."""
+    gone, zeros = [int(mask, 16) for mask in masks.split(",")]
+    for k, parameter in enumerate(parameters if gone | zeros else ()):
+        if gone >> k & 1:
             parameter.grad = None
+        elif zeros >> k & 1 and parameter.grad is not None:
+            parameter.grad.detach().zero_()
 
 
 def _grad_stamp(parameter: Tensor) -> tuple[int, int]:
