@@ -493,3 +493,15 @@ def passes_outside_run(devices, look):
     except RuntimeError as error:
         return str(error)
     return "nothing"
+
+
+@refused("parameter 0 .*and others have not.* clear gradients by `optimizer.zero_grad")
+def a_sum_cleared_in_place_where_another_replica_has_assigned(model, optimizer, loss, run):
+    optimizer.zero_grad()
+    loss().backward()
+    sum_now(optimizer)
+    model.weight.grad.zero_()
+    context = ts.get_replica_context()
+    if context.replica_id_in_sync_group == context.num_replicas_in_sync - 1:
+        assign(model, loss)
+    optimizer.step()

@@ -210,10 +210,8 @@ class GradientSummer:
         if self._workers is not None and any(row.buffers != record.buffers for row in found.records):
             slots, changed = self._buffers.common(slots, _positions(masks.buffers), self._workers.exchange)
         if marked & unmarked:
-            raise RuntimeError(
-                "Some replicas have already summed gradients that others have not. Every replica must call "
-                "`sum_gradients` for the same optimizers."
-            )
+            k = _positions(marked & unmarked)[0]
+            raise RuntimeError(_summed_by_some(k, firsts[k]))
         _refuse_own_sums([row.reduced for row in found.records])
         edited = _settle_doubts([row.doubts for row in found.records], firsts)
         todo = (dense | sparse) & ~(marked | edited)
@@ -313,11 +311,7 @@ class GradientSummer:
                     continue
                 is_summed = found[0] is State.SUMMED
                 if any((state is State.SUMMED) != is_summed for state in found):
-                    raise RuntimeError(
-                        f"Some replicas have already summed the gradient of parameter {k} (shape "
-                        f"{tuple(firsts[k].shape)}) and others have not. Every replica must call `sum_gradients` for "
-                        "the same optimizers, and none may run `backward` again before `optimizer.step()`."
-                    )
+                    raise RuntimeError(_summed_by_some(k, firsts[k]))
                 if all(state in (State.EDITED, State.DOUBTFUL) for state in found):
                     doubts.append([k, State.DOUBTFUL not in found, *fingerprints(present)])
                 marked |= is_summed << k
@@ -475,6 +469,15 @@ class GradientSummer:
             totals, _ = sum_in_buckets(self._workers.start_sum, firsts, self._options.bucket_bytes)
             rows = [[total] * len(placement.devices) for total in totals]
         self._buffers.store(slots, rows, had_examples)
+
+
+def _summed_by_some(k: int, parameter: Tensor) -> str:
+    return (
+        f"Some replicas have already summed the gradient of parameter {k} (shape {tuple(parameter.shape)}) and others "
+        "have not. Every replica must call `sum_gradients` for the same optimizers, clear gradients by "
+        "`optimizer.zero_grad()` and not in place, and not run `backward` again before `optimizer.step()`. (The sum "
+        f"was to be made at {call_site()}.)"
+    )
 
 
 def _tells(grad: Tensor) -> bool:
