@@ -56,6 +56,27 @@ def test_wrong_values(arguments):
         est.RunConfig(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (3, TypeError, "TF_CONFIG must be a JSON object such as"),
+        ({"cluster": CLUSTER, "task": "chief"}, TypeError, "task must be an object with type and index"),
+        ({"cluster": CLUSTER, "task": {"type": "worker", "index": "x"}}, ValueError, "task.index must be an integer"),
+        ({"task": {"type": "worker", "index": 0.5}}, ValueError, "task.index must be an integer"),
+    ],
+)
+def test_a_tf_config_of_another_form(tf_config, value, error, message):
+    tf_config(value)
+    with pytest.raises(error, match=message):
+        est.RunConfig()
+
+
+def test_a_tf_config_that_is_not_json(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{chief")
+    with pytest.raises(json.JSONDecodeError, match=r"TF_CONFIG is not JSON.*Write for example"):
+        est.RunConfig()
+
+
 def test_nothing_need_be_saved_or_logged():
     config = est.RunConfig(
         save_summary_steps=0,

@@ -10,7 +10,7 @@ from typing import Any
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.resolver import ClusterResolver, format_master_url
 
-__all__ = ["TFConfigClusterResolver", "names_no_cluster"]
+__all__ = ["TFConfigClusterResolver", "names_no_cluster", "read_tf_config", "task_in", "task_index"]
 
 _EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -73,12 +73,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._task_id is not None:
             return int(self._task_id)
         task = self._task()
-        if "index" not in task:
-            return None
-        try:
-            return int(task["index"])
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"TF_CONFIG's task.index must be an integer. Received: {task['index']!r}") from None
+        return task_index(task["index"]) if "index" in task else None
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -151,13 +146,10 @@ class TFConfigClusterResolver(ClusterResolver):
         return super().num_accelerators(task_type, task_id, config_proto)
 
     def _task(self) -> Mapping[str, Any]:
-        task = self._value("task", {})
-        if not isinstance(task, Mapping):
-            raise TypeError(f"TF_CONFIG's task must be an object with type and index. Received: {task!r}")
-        return task
+        return task_in(read_tf_config(self._environ))
 
     def _value(self, key: str, default: Any = None) -> Any:
-        return _parse(self._environ.get("TF_CONFIG", "{}")).get(key, default)
+        return read_tf_config(self._environ).get(key, default)
 
 
 def names_no_cluster(resolver: TFConfigClusterResolver) -> bool:
@@ -165,7 +157,14 @@ def names_no_cluster(resolver: TFConfigClusterResolver) -> bool:
     return resolver._value("cluster") is None
 
 
-def _parse(text: str) -> Mapping[str, Any]:
+def read_tf_config(environ: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what ``TF_CONFIG`` holds; nothing where it is not set.
+
+    Raises:
+        json.JSONDecodeError: it is not JSON.
+        TypeError: it is no object.
+    """
+    text = environ.get("TF_CONFIG", "{}")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -178,3 +177,31 @@ def _parse(text: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"TF_CONFIG must be a JSON object such as {_EXAMPLE}. Received: {text}")
     return value
+
+
+def task_in(tf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``TF_CONFIG``'s task; nothing if it has none.
+
+    Raises:
+        TypeError: it is no object.
+    """
+    task = tf_config.get("task", {})
+    if not isinstance(task, Mapping):
+        raise TypeError(f"TF_CONFIG's task must be an object with type and index. Received: {task!r}")
+    return task
+
+
+def task_index(index: Any) -> int:
+    """Return the index of ``TF_CONFIG``'s task as a number.
+
+    Raises:
+        ValueError: it is no whole number.
+        TypeError: it is something else.
+    """
+    try:
+        number = int(index)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"TF_CONFIG's task.index must be an integer. Received: {index!r}") from None
+    if isinstance(index, float) and number != index:
+        raise ValueError(f"TF_CONFIG's task.index must be an integer. Received: {index!r}")
+    return number

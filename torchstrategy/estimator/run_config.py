@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torchstrategy.base.devices import kind_of
 from torchstrategy.base.log import logger
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver.tf_config import read_tf_config
 from torchstrategy.estimator.task import Task, TaskType, read_task
 from torchstrategy.ps.parameter_server_strategy import ParameterServerStrategy
 from torchstrategy.strategies.strategy import Strategy
@@ -73,7 +73,7 @@ class RunConfig:
     Raises:
         ValueError: a value is out of range, both saves are given, ``model_dir`` is empty or differs from the one in
             ``TF_CONFIG``, ``TF_CONFIG`` is wrong, or the strategy is one that an Estimator can't use.
-        TypeError: a strategy is none, or ``"service"`` in ``TF_CONFIG`` is no dictionary.
+        TypeError: a strategy is none, or ``TF_CONFIG``, or something in it, is of another kind than it should be.
         json.JSONDecodeError: ``TF_CONFIG`` is not JSON.
 
     Example:
@@ -131,7 +131,7 @@ class RunConfig:
         elif save_checkpoints_steps is not None and save_checkpoints_secs is not None:
             raise ValueError(_BOTH_SAVES)
         given = locals()
-        tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+        tf_config = dict(read_tf_config(os.environ))
         if tf_config:
             logger.info("TF_CONFIG environment variable: %s", tf_config)
         given["model_dir"] = _model_dir(tf_config, model_dir)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchstrategy.cluster_resolver.cluster_spec import ClusterSpec
 from torchstrategy.cluster_resolver.multi_worker_util import task_count
+from torchstrategy.cluster_resolver.tf_config import task_in, task_index
 from torchstrategy.strategies.strategy import Strategy
 
 __all__ = ["Task", "TaskType", "read_task"]
@@ -49,8 +51,9 @@ def read_task(tf_config: dict[str, Any], strategy: Strategy | None) -> Task:
 
     Raises:
         ValueError: the task is missing, or is not one of the cluster; or a cluster without a strategy has no chief.
+        TypeError: the task has another form.
     """
-    task = tf_config.get("task", {})
+    task = task_in(tf_config)
     cluster_spec = ClusterSpec(tf_config.get("cluster", {}))
     if cluster_spec:
         return _cluster_task(cluster_spec, task, tf_config, needs_chief=strategy is None)
@@ -69,16 +72,16 @@ def read_task(tf_config: dict[str, Any], strategy: Strategy | None) -> Task:
     return _cluster_task(cluster_spec, task, tf_config, needs_chief=False)
 
 
-def _local_task(task: dict[str, Any], tf_config: dict[str, Any]) -> Task:
+def _local_task(task: Mapping[str, Any], tf_config: dict[str, Any]) -> Task:
     if (task_type := task.get("type", TaskType.WORKER)) != TaskType.WORKER:
         raise ValueError(f'If "cluster" is not set in TF_CONFIG, task type must be worker. Received: {task_type!r}')
-    if (task_id := int(task.get("index", 0))) != 0:
+    if (task_id := task_index(task.get("index", 0))) != 0:
         raise ValueError(f'If "cluster" is not set in TF_CONFIG, task index must be 0. Received: {task_id}')
     return Task(master=tf_config.get("session_master", ""), evaluation_master=tf_config.get("eval_session_master", ""))
 
 
 def _cluster_task(
-    cluster_spec: ClusterSpec, task: dict[str, Any], tf_config: dict[str, Any], *, needs_chief: bool
+    cluster_spec: ClusterSpec, task: Mapping[str, Any], tf_config: dict[str, Any], *, needs_chief: bool
 ) -> Task:
     chief_type = _check_chief(cluster_spec, needs_chief=needs_chief)
     task_type, task_id = _check_task(cluster_spec, task)
@@ -128,13 +131,13 @@ def _check_chief(cluster_spec: ClusterSpec, *, needs_chief: bool) -> str:
     return chief_type
 
 
-def _check_task(cluster_spec: ClusterSpec, task: dict[str, Any]) -> tuple[str, int]:
+def _check_task(cluster_spec: ClusterSpec, task: Mapping[str, Any]) -> tuple[str, int]:
     task_type, task_id = task.get("type"), task.get("index")
     if task_type is None:
         raise ValueError('If "cluster" is set in TF_CONFIG, task type must be set.')
     if task_id is None:
         raise ValueError('If "cluster" is set in TF_CONFIG, task index must be set.')
-    if (task_id := int(task_id)) < 0:
+    if (task_id := task_index(task_id)) < 0:
         raise ValueError(f"Task index must be a non-negative number. Received: {task_id}")
     if task_type == TaskType.EVALUATOR:
         return task_type, task_id
