@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 __all__ = ["ParameterBehind", "PulledParameter"]
 
@@ -36,7 +37,8 @@ class PulledParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, **_: Any) -> str:
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self._plain())
 
     def _plain(self) -> nn.Parameter:
