@@ -53,6 +53,14 @@ class Decayed(Optimizer):
                     p.sub_(state["sum"], alpha=group["lr"] / group["count"] ** self.power)
 
 
+class Counted(Decayed):
+    """The count is a hyper-parameter from the beginning, which programs send with each step."""
+
+    def __init__(self, params):
+        Optimizer.__init__(self, params, {"lr": 0.1, "count": 0})
+        self.power = 0.5
+
+
 class NormOfRows(Decayed):
     @torch.no_grad()
     def step(self, closure=None):
@@ -329,6 +337,23 @@ def test_sparse_adam_says_what_to_choose_for_dense_gradients():
     with pytest.raises(InvalidArgumentError, match=r"SparseAdam does not take dense gradients .*'v0'.*Choose Adam"):
         rig.client.push(7, {0: rig.random(0)})
     assert rig.difference() == 0
+
+
+def test_what_steps_change_in_a_group_goes_on():
+    rig = Rig(Counted)
+    given = {"lr": 0.1, "count": 0}  # what the program has, whose optimizer does not step
+    for lr in (0.1, 0.1, 0.05, 0.1):
+        rig.plain.param_groups[0]["lr"] = given["lr"] = lr
+        gradients = {index: rig.random(index) for index in range(len(SHAPES))}
+        for index, parameter in enumerate(rig.params):
+            parameter.grad = gradients[index].clone()
+        rig.plain.step()
+        rig.client.push(7, gradients, [given])
+    assert rig.difference() <= 1e-12
+    rig.client.set_hyper(7, [{"lr": 0.1, "count": 30}])
+    rig.plain.param_groups[0]["count"] = 30
+    rig.step({0: rig.random(0)})
+    assert rig.difference() <= 1e-12
 
 
 def test_changed_hyper_parameters():

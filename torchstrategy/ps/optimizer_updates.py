@@ -125,6 +125,8 @@ class ServedOptimizer:
             self._parts.update(found)
             self._groups_of.update((key, index) for key, _ in found)
             groups.append({**group, "params": [part.parameter for _, part in found]})
+        #: Hyper-parameters of each group as the program gave them last: what steps have made of others stays.
+        self._given = [{name: as_numbers(v) for name, v in group.items() if name != "params"} for group in groups]
         self._optimizer = _make(definition, groups)
         for index, group in enumerate(definition.groups):
             if group["params"]:
@@ -204,15 +206,21 @@ class ServedOptimizer:
         """Return what keeps an optimizer that is not torch's from making a step; it may change its settings in one."""
         return contextlib.nullcontext() if self._is_torchs else self._lock
 
-    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the hyper-parameters of each group as they are now, and what else is in the optimizer."""
+    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+        """Return the groups' hyper-parameters as they are now, what else is in the optimizer, and what was given."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        return groups, attributes_of(self._optimizer)
+        return groups, attributes_of(self._optimizer), self._given
 
-    def load_settings(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
+    def load_settings(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+        given: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
         """Take over what ``settings`` returned."""
         self.set_hyper(groups)
         vars(self._optimizer).update(attributes)
+        self._given = self._given if given is None else list(given)
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         own = self._optimizer.param_groups
@@ -222,8 +230,12 @@ class ServedOptimizer:
             raise ValueError(f"Hyper-parameters of a group are a dictionary. Received: {groups!r:.200}")
 
     def _change(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for group, changed in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update({name: _of_kind(group.get(name), new) for name, new in changed.items() if name != "params"})
+        """Take over what the program has changed; a number of steps that the optimizer has in its group goes on."""
+        for group, given, changed in zip(self._optimizer.param_groups, self._given, groups, strict=True):
+            for name, new in changed.items():
+                value = _of_kind(group.get(name), new)
+                if name != "params" and (name not in given or given[name] != as_numbers(value)):
+                    group[name], given[name] = value, as_numbers(value)
 
     def _update(self, gradients: Sequence[Gradient], hyper: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Step with the parts locked, and return their new versions."""
