@@ -201,3 +201,21 @@ def merged(strategy):
 
 def test_merge_call(xla_process):
     check_same(xla_process, merged)
+
+
+def means_of_integers(strategy):
+    def replica(x):
+        context = ts.get_replica_context()
+        return [context.all_reduce("MEAN", value) for dtype in SMALL for value in (x.to(dtype), (x + 1).to(dtype)[:1])]
+
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: torch.arange(3.0) + 7 * context.replica_id_in_sync_group
+    )
+    return strategy.run(replica, args=(values,))
+
+
+SMALL = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def test_means_of_small_integers(xla_process):
+    check_same(xla_process, means_of_integers)

@@ -120,6 +120,13 @@ def test_what_can_not_work_is_called_by_its_name(runtime, name):
     assert "test_traps.py:" in str(raised.value)
 
 
+@pytest.mark.parametrize("function", [nn.Linear(3, 2, device="cpu"), lambda x: torch.cat([x, ROWS[0].cpu()])])
+def test_a_tensor_of_the_host_is_called_so(runtime, function):
+    with pytest.raises(RuntimeError, match=r"on the host beside .* Make modules in `strategy.scope\(\)`"):  # noqa: SIM117
+        with traced(runtime) as region:
+            function(enter(region, ROWS))
+
+
 def test_a_log_shows_what_a_tensor_is(runtime, caplog):
     with traced(runtime) as region, caplog.at_level(logging.INFO):
         total = enter(region, ROWS).sum()

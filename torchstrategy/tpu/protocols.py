@@ -94,7 +94,7 @@ class AnyHosting(Protocol):
     def offset(self, sizes: Sequence[int]) -> Tensor:
         """Return how much stands before a replica's own part."""
 
-    def sum(self, values: Sequence[Tensor]) -> Tensor:
+    def sum(self, values: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """Return the sum over replicas."""
 
     def stack(self, values: Sequence[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "allowed_calls",
     "check_stays_on_device",
     "current_region",
+    "explain_host_tensor",
     "refuse",
     "refuse_branching",
     "refuse_copy_to_host",
@@ -114,6 +115,20 @@ def refuse(what: str, why: str, instead: str) -> NoReturn:
         RuntimeError: always.
     """
     raise RuntimeError(f"{what} at {call_site()}. {why} {instead}")
+
+
+def explain_host_tensor(error: BaseException | None) -> None:
+    """Say what to do where torch_xla has refused a tensor of the host.
+
+    Raises:
+        RuntimeError: that is what the error is.
+    """
+    if isinstance(error, RuntimeError) and ("Expected XLA tensor" in str(error) or "not an XLA tensor" in str(error)):
+        raise RuntimeError(
+            "An operation got a tensor that is on the host beside one that is on the device. Make modules in "
+            "`strategy.scope()`, pass tensors to `run` as arguments, and make others in the function that runs, where "
+            f"the device is the default. ({error})"
+        ).with_traceback(error.__traceback__) from None
 
 
 def refuse_copy_to_host(region: AnyRegion, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from torchstrategy.tpu.marks import (
 )
 from torchstrategy.tpu.operations import HANDLERS, NUMBERS, TENSOR_PLACES, WRITERS, handler_of
 from torchstrategy.tpu.random_draws import install_device_module
-from torchstrategy.tpu.refusals import allowed_calls, refused_calls
+from torchstrategy.tpu.refusals import allowed_calls, explain_host_tensor, refused_calls
 from torchstrategy.xla.kernels import KEYS
 from torchstrategy.xla.runtime import TpuRuntime
 
@@ -301,6 +301,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._owes_draw:
             self._owes_draw = False
             _draw_seed()
+        explain_host_tensor(exception[1])
 
 
 def _draw_seed() -> int:

@@ -314,12 +314,15 @@ class SpmdHosting(DirectHosting):
         with self._current.region.paused():
             return self._runtime.upload([torch.tensor([numbers[i]]) for i in self._placement.local_replica_ids])
 
-    def sum(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the sum over replicas of what each group has; a value that all replicas have counts once for each."""
-        trace = self._current
+    def sum(self, values: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the sum over replicas of what each group has; a value that all replicas have counts once for each.
+
+        It is made in ``dtype``: XLA's partitioner ends the process if a replica's own value is converted here.
+        """
+        trace, dtype = self._current, dtype or values[0].dtype
         if len(values) == 1 and not trace.is_local(values[0]):
-            return values[0].detach() * self.num_replicas
-        return self.stack(values).sum(0, dtype=None if values[0].is_floating_point() else values[0].dtype)
+            return values[0].detach().to(dtype) * self.num_replicas
+        return self.stack(values).sum(0, dtype=dtype)
 
     def stack(self, values: Sequence[Tensor]) -> Tensor:
         """Return the replicas' values ``[num_replicas, ...]``, given what each group has."""
@@ -349,7 +352,7 @@ class SpmdHosting(DirectHosting):
                     f"{operation}: the replicas' values must have one shape and dtype. Received: {', '.join(kinds)}"
                 )
             check_addable(column[0])
-            total = self.sum([value.to(dtype_of_sum(op, value)) for value in column])
+            total = self.sum(column, dtype_of_sum(op, column[0]))
             if op is ReduceOp.MEAN:
                 total = mean_of_total(total, self.num_replicas)
             results.append([total] * len(column))
