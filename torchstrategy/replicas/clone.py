@@ -223,12 +223,11 @@ class ReplicaSet:
         for mirror in mirrors:
             mirror.push_hooks()
         modules = [(mirror, tensors_of(mirror)) for mirror in mirrors if mirror.is_module]
-        changed = [(mirror, changes) for mirror, tensors in modules if (changes := tensors.changes())]
-        has_moved = any(before[0] != now[0] for _, changes in changed for _, before, now in changes)
-        noted = {key: had for _, tensors in modules for key, had in tensors.noted()} if has_moved else {}
-        for mirror, changes in changed:
-            for slot, before, now in changes:
-                self._copy_slot(mirror, slot, before, now, noted)
+        changed = [(mirror, *change) for mirror, tensors in modules for change in tensors.changes()]
+        moved = modules if any(before[0] != now[0] for _, _, before, now in changed) else ()
+        noted = {key: had for _, tensors in moved for key, had in tensors.noted()}
+        for change in changed:
+            self._copy_slot(*change, noted)
         for _, tensors in modules:
             tensors.accept_changes()
             tensors.push_belongings(self.values_for, noted)
@@ -255,8 +254,7 @@ class ReplicaSet:
                 self._groups[mirror.bodies[0]] = _group_ids(mirror.bodies[0])
 
     def _mirrors(self) -> list[Mirror]:
-        mirrors = [mirror_of(reference()) for reference in self._facades]
-        return [mirror for mirror in mirrors if mirror is not None]
+        return [mirror for reference in self._facades if (mirror := mirror_of(reference())) is not None]
 
     def _start_memo(self, local_id: int, new: Sequence[Any]) -> Memo:
         memo: Memo = {id(self.strategy): self.strategy}
@@ -359,10 +357,9 @@ class ReplicaSet:
                 own[name] = updated_tensor(known, first, self._devices[i])
             if first is not None:
                 mirror.know(tuple(own[name] for own in dicts))
-        if before[4:] == now[4:] or first is None:
+        has_known = before[0] != now[0] and now[0] in noted and noted[now[0]].gradient == now[4:]
+        if before[4:] == now[4:] or first is None or has_known:  # another module's parameter, whose replicas have it
             return
-        if before[0] != now[0] and now[0] in noted and noted[now[0]].gradient == now[4:]:
-            return  # another module's parameter, with the gradient that its replicas have
         _check_gradient(name, first)
         for own in dicts[1:]:
             if before[4] == now[4] and own[name].grad is not None:
@@ -386,8 +383,7 @@ def _check_gradient(name: str, first: Tensor) -> None:
 
 
 def _is_zero(grad: Tensor) -> bool:
-    values = grad._values() if grad.is_sparse else grad
-    return not bool(values.detach().count_nonzero())
+    return not bool((grad._values() if grad.is_sparse else grad).detach().count_nonzero())
 
 
 def _copy_hyper_parameters(source: dict[str, Any], target: dict[str, Any]) -> None:

@@ -120,8 +120,7 @@ class Record:
         #: The ids of the dictionaries of those buffers that modules write to past torch's version counter.
         self.written_past: set[int] = set()
         self._claimed_at = (0, 0)
-        #: Called with each new object at once: the program may take methods of it from then on.
-        self.prepare: Callable[[Any], None] = _leave
+        self.prepare: Callable[[Any], object] = id  # called with each new object: the program may take methods of it
         #: Whether the strategy takes up what is made outside every scope for what was made in one of its own, and
         #: whether it had one.
         self.takes_up, self.has_scope = strategy.num_replicas_in_sync > 1, False
@@ -389,10 +388,6 @@ def _note(obj: Any) -> None:
         _note_made_outside(obj)
     elif frame.replica_context is None:
         frame.strategy.record.add(obj)
-
-
-def _leave(_: Any) -> None:
-    pass
 
 
 def _note_made_outside(obj: Any) -> None:

@@ -164,7 +164,8 @@ def step_on_host(obj: Any) -> None:
     Its class is changed, not its ``step``: schedulers wrap the class's.
     """
     if isinstance(obj, Optimizer) and not isinstance(obj, HostedOptimizer):
-        obj.__class__ = _hosted_class(type(obj))  # type: ignore[assignment]
+        cls: Any = type(obj)
+        obj.__class__ = _hosted_class(cls)
         bind_step(obj, obj)
 
 
