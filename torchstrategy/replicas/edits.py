@@ -1,10 +1,10 @@
 """Notices what the program writes to parameters between two runs past torch's version counter, as by ``p.data.clamp_``.
 
-Such a write reaches replica 0's tensor only. At the end of a run the replicas hold equal bits; what replica 0 holds
-otherwise when the next run starts was written in between, and is copied to the others. All tensors are looked at as
-long as that takes less than one hundredth of the time of the runs, else as many as that time allows, in turn. Once a
-write was found, all of them are looked at in every run. The first parameters and buffers are looked at whatever it
-takes, so that a small model does not depend on the clock.
+Such a write reaches replica 0's tensor only. At the end of a run the replicas hold equal bits, or replica 0's are
+noted; what replica 0 holds otherwise when the next run starts was written in between, and is copied to the others. All
+tensors are looked at as long as that takes less than one hundredth of the time of the runs, else as many as that time
+allows, in turn. Once a write was found, all of them are looked at in every run. The first parameters and buffers are
+looked at whatever it takes, so that a small model does not depend on the clock.
 """
 
 from __future__ import annotations
