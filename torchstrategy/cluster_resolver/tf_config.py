@@ -192,16 +192,13 @@ def task_in(tf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def task_index(index: Any) -> int:
-    """Return the index of ``TF_CONFIG``'s task as a number.
+    """Return the index of ``TF_CONFIG``'s task as a number, of a fraction the whole one below, as tf does.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is no number.
         TypeError: it is something else.
     """
     try:
-        number = int(index)
+        return int(index)
     except (ValueError, TypeError) as error:
         raise type(error)(f"TF_CONFIG's task.index must be an integer. Received: {index!r}") from None
-    if isinstance(index, float) and number != index:
-        raise ValueError(f"TF_CONFIG's task.index must be an integer. Received: {index!r}")
-    return number
