@@ -170,6 +170,7 @@ def compiled_around(devices, *, compiles=True):
     return [[float(loss) for loss in losses], *(parameter.flatten().tolist() for parameter in model.parameters())]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_torch_compile_of_what_calls_a_strategy_leaves_it_as_it_is(devices, caplog):
     caplog.set_level(logging.INFO, "torchstrategy")
