@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import CodeType
 from typing import Any, NoReturn, overload
 
@@ -604,7 +605,8 @@ class Strategy:
         for local_id, replica_id in enumerate(self.placement.local_replica_ids):
             calls.append(inputs_of(self, local_id, (args, kwargs)))
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
-        with watched(self._looked_at, fn, contexts, self.gradients.local_parameters) as called:
+        watching = watched(self._looked_at, fn, contexts, self.gradients.local_parameters)
+        with watching if isinstance(self.hosting, ThreadedHosting) else nullcontext(fn) as called:
             results = self._call_hosting(called, contexts, calls)
         return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
