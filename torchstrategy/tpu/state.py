@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from torchstrategy.errors import DivergenceError
 from torchstrategy.replicas.buffers import BufferSync
 from torchstrategy.replicas.fingerprints import SCALARS, attributes_of, is_of_library, is_recorded
+from torchstrategy.replicas.metric_states import is_metric
 from torchstrategy.replicas.module_tensors import TORCHS_OWN, Slot
 from torchstrategy.replicas.object_hooks import members_held
 from torchstrategy.replicas.record import Record
@@ -219,24 +220,21 @@ def _tensors(owner: Any) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif type(value) not in SCALARS:
-            found = attribute_members(value) if isinstance(owner, nn.Module) else shallow_members(value)
+            found = attribute_members(owner, value)
             yield from ((name + "".join(f"[{k!r}]" for k in path), t) for path, t in found if isinstance(t, Tensor))
 
 
-def shallow_members(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield a value and, if it is a list or tuple, what is in it, each with its place."""
-    yield (), value
-    if isinstance(value, (list, tuple)):
-        yield from (((i,), item) for i, item in enumerate(value))
+def attribute_members(owner: Any, value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the value of an attribute and all that it holds, each once and with its place.
 
-
-def attribute_members(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the value of a module's attribute and all that it holds, however deep, each once and with its place.
-
-    What has locks or streams may be at work in another thread, and is not looked into.
+    Of a list or tuple of what is no module of the program's only the items are looked at: a metric sees to its states
+    itself. So it is with what has locks or streams, which may be at work in another thread.
     """
-    if any(isinstance(item, _AT_WORK) for item in members_held(value, is_closed=_is_closed)):
-        yield from shallow_members(value)
+    is_open = isinstance(owner, nn.Module) and not is_metric(owner)
+    if not is_open or any(isinstance(item, _AT_WORK) for item in members_held(value, is_closed=_is_closed)):
+        yield (), value
+        if isinstance(value, (list, tuple)):
+            yield from (((i,), item) for i, item in enumerate(value))
         return
     seen: dict[int, Any] = {}
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]

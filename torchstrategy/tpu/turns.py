@@ -157,14 +157,14 @@ class _Snapshot:
             elif isinstance(obj, nn.Module):
                 for module in obj.modules():
                     for members in (module._buffers, module.__dict__, module._parameters):
-                        self._take_members(members)
+                        self._take_members(module, members)
 
-    def _take_members(self, members: dict[str, Any]) -> None:
+    def _take_members(self, module: nn.Module, members: dict[str, Any]) -> None:
         self._hold(members)
         for key, value in members.items():
             if key in TORCHS_OWN or type(value) in SCALARS:
                 continue
-            for path, item in attribute_members(value):
+            for path, item in attribute_members(module, value):
                 if not isinstance(item, Tensor):
                     self._hold(item)
                 elif not is_lazy(item):
