@@ -85,7 +85,7 @@ class MeanLossCheck:
         """
         counts = _Counts(context)
         with _disable_current_modes():  # the numbers in a graph are no part of what a mode watches
-            for output, grad in zip(outputs, grad_outputs, strict=True) if self.num_looks else ():
+            for output, grad in zip(outputs, grad_outputs, strict=True):
                 node = output.grad_fn if isinstance(output, Tensor) and output.numel() == 1 else None
                 mean = None if node is None else _find_mean(node, counts)
                 if mean is not None and _is_one(grad):

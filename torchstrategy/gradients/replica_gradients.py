@@ -195,9 +195,10 @@ class ReplicaGradients:
 
     def before_grad(self, context: Any, outputs: Any, grad_outputs: Any, inputs: Iterable[Any]) -> FoundMean | None:
         """Look at a call of ``torch.autograd.grad`` that a replica is about to make."""
-        if not any(self.owns(context.local_id, value) for value in inputs):
+        check = self.summer.mean_losses
+        if check.num_looks == 0 or not any(self.owns(context.local_id, value) for value in inputs):
             return None
-        return self.summer.mean_losses.find(outputs, grad_outputs, context)
+        return check.find(outputs, grad_outputs, context)
 
     def after_grad(self, context: Any, mean: FoundMean | None, gradients: Iterable[Tensor | None]) -> None:
         """Take notice of a call of ``torch.autograd.grad`` that a replica has made.
