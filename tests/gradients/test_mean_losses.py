@@ -118,12 +118,16 @@ RIGHT = {
 }
 
 
+def model_and_optimizer(strategy):
+    with strategy.scope():
+        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
 def warnings_of(devices, loss, *, num_runs=5, num_examples=10, backward=torch.Tensor.backward, prepare=None):
     """Return the warnings of a training, and the lines that they are about."""
     strategy = strategy_for(devices)
-    with strategy.scope():
-        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = model_and_optimizer(strategy)
 
     def step(x, y):
         optimizer.zero_grad()
@@ -308,9 +312,7 @@ def test_ways_to_call_backward():
 def warnings_of_assigned(loss, assign):
     """Return the warnings of a program that computes gradients by ``torch.autograd.grad`` before each step."""
     strategy = strategy_for(cpu_devices(2))
-    with strategy.scope():
-        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = model_and_optimizer(strategy)
 
     def step(x, y):
         optimizer.zero_grad()
@@ -388,18 +390,13 @@ def test_each_strategy_warns():
 def test_a_new_optimizer_is_looked_at_after_many_steps():
     strategy = ts.MirroredStrategy(cpu_devices(2))
 
-    def make():
-        with strategy.scope():
-            model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
-            return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
     def step(model, optimizer, loss, x, y):
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
 
     data = strategy.experimental_distribute_dataset((X, Y), batch_size=10)
-    first, second = make(), make()
+    first, second = model_and_optimizer(strategy), model_and_optimizer(strategy)
     for _ in range(10):
         for batch in data:
             strategy.run(step, args=(*first, right, *batch))
@@ -498,9 +495,7 @@ def test_scale_mean_loss_with_one_replica():
 def test_a_count_of_all_replicas_is_none_of_one_that_has_the_whole_batch():
     """As in a batch of one sequence, whose tokens are all of one replica's share."""
     strategy = strategy_for(cpu_devices(2))
-    with strategy.scope():
-        model = nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = model_and_optimizer(strategy)
 
     def step(x, y):
         optimizer.zero_grad()
