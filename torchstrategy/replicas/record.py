@@ -120,7 +120,7 @@ class Record:
         #: The ids of the dictionaries of those buffers that modules write to past torch's version counter.
         self.written_past: set[int] = set()
         self._claimed_at = (0, 0)
-        self.prepare: Callable[[Any], object] = id  # called with each new object: the program may take methods of it
+        self.prepare: Callable[[Any], object] = lambda _: None  # is given new objects before the program takes methods
         #: Whether the strategy takes up what is made outside every scope for what was made in one of its own, and
         #: whether it had one.
         self.takes_up, self.has_scope = strategy.num_replicas_in_sync > 1, False

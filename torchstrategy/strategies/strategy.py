@@ -605,8 +605,10 @@ class Strategy:
         for local_id, replica_id in enumerate(self.placement.local_replica_ids):
             calls.append(inputs_of(self, local_id, (args, kwargs)))
             contexts.append(ReplicaContext(self, replica_id, local_id, (args, kwargs)))
-        watching = watched(self._looked_at, fn, contexts, self.gradients.local_parameters)
-        with watching if isinstance(self.hosting, ThreadedHosting) else nullcontext(fn) as called:
+        watching: Any = nullcontext(fn)
+        if isinstance(self.hosting, ThreadedHosting):  # elsewhere one call stands for all replicas
+            watching = watched(self._looked_at, fn, contexts, self.gradients.local_parameters)
+        with watching as called:
             results = self._call_hosting(called, contexts, calls)
         return results[0] if len(results) == 1 else regroup_results(self.hosting, results)
 
